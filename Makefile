@@ -1,0 +1,38 @@
+# Every target makes its own environment in .venv, so a fresh clone needs nothing but Python 3.10 to 3.13 and make.
+#   make demo    the kernel on the GPU, or emulated where there is none, against a float64 reference
+#   make test    the test suite
+#   make lint    ruff, format and check
+PYTHON ?= python3
+VENV ?= .venv
+# Worker processes of pytest: each compiles the kernels that its tests need (about 4 s a kernel on one core).
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint format clean
+
+demo: $(STAMP)
+	$(BIN)/fa2-cute demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+
+format: $(STAMP)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+# constraints.txt pins torch exactly: an unpinned torch may be another, much larger build.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13) and "fa2_cute needs Python 3.10 to 3.13; this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
