@@ -1,0 +1,159 @@
+"""The command ``fa2-cute``. What is wrong is said in one line on stderr, with a non-zero exit code."""
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="FlashAttention-2 for sm_120 in CuTe DSL.", add_completion=False, pretty_exceptions_enable=False
+)
+# What a table needs; a terminal has its own width, a pipe has none.
+PIPE_WIDTH = 140
+COMPONENTS = (
+    "torch",
+    "numpy",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "cuda-python",
+    "nvidia-cuda-cuobjdump",
+)
+
+# Errors whose message is for the person at the keyboard. Others are faults of the project, with a traceback.
+EXPECTED = (ValueError, NotImplementedError, RuntimeError, OSError)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def _device(name: str | None):
+    """The torch device asked for; by default a GPU where there is one."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: got {name!r}, takes cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: got {name!r}, takes cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+@app.callback()
+def _commands():
+    """FlashAttention-2 for sm_120 in CuTe DSL."""
+
+
+@app.command()
+def demo(
+    device: Annotated[
+        str | None, typer.Option(help="cpu (emulated), cuda or cuda:N; by default a GPU if there is one")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the random numbers")] = 0,
+):
+    """Prefill and single-query steps on a growing cache, judged against float64; 1 if any is off."""
+    from . import demo as demonstration
+
+    console = _console()
+    faults = demonstration.run(_device(device), console, seed=seed)
+    for fault in faults:
+        console.print(f"[red]off:[/] {fault}")
+    if faults:
+        raise typer.Exit(1)
+    console.print("[green]All is well.[/]")
+
+
+@app.command()
+def info():
+    """Versions, devices, and which kernel runs on each."""
+    import torch
+
+    from . import __version__, arch
+
+    console = _console()
+    versions = Table(title="Versions", show_header=False)
+    versions.add_row("fa2_cute", __version__)
+    versions.add_row("Python", platform.python_version())
+    for component in COMPONENTS:
+        versions.add_row(component, _version(component))
+    console.print(versions)
+
+    devices = Table(title="What runs")
+    for heading in ("device", "architecture", "how"):
+        devices.add_column(heading)
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        try:
+            how = f"kernels compiled for {arch.by_capability(major, minor).target}"
+        except ValueError as error:
+            how = str(error)
+        devices.add_row(f"cuda:{index} {torch.cuda.get_device_name(index)}", f"sm_{major}{minor}", how)
+    devices.add_row("cpu", arch.TARGET.name, f"kernels compiled for {arch.TARGET.target}, in the emulator")
+    console.print(devices)
+    _print_tiles(console, torch)
+
+
+def _print_tiles(console: Console, torch):
+    from . import arch, tiling
+
+    names = {arch.TARGET.name: arch.TARGET}
+    for index in range(torch.cuda.device_count()):
+        architecture = arch.BY_NAME.get("sm_{}{}".format(*torch.cuda.get_device_capability(index)))
+        if architecture is not None:
+            names[architecture.name] = architecture
+    table = Table(title="Tiles")
+    for heading in ("architecture", "dtype", "head_dim", "mask", "tile", "warps", "stages", "shared memory"):
+        table.add_column(heading)
+    for architecture in names.values():
+        for spec in tiling.shipped(architecture):
+            table.add_row(
+                architecture.name,
+                spec.dtype,
+                str(spec.head_dim),
+                "causal" if spec.causal else "full",
+                f"{spec.tile_m} x {spec.tile_n}",
+                str(spec.warps),
+                str(spec.stages),
+                f"{spec.shared_bytes / 1024:g} KiB",
+            )
+    console.print(table)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def main(arguments: list[str] | None = None):
+    """Entry point: runs the command and exits the process."""
+    try:
+        code = app(arguments, prog_name="fa2-cute", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130)
+    except EXPECTED as error:
+        _fail(str(error), 1)
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # the command-line parser's own errors have it
+        if usage is None:
+            raise
+        _fail(f"{usage()} (see fa2-cute --help)", 2)
+    if code == 130:
+        _fail("interrupted", 130)
+    sys.exit(code or 0)
+
+
+def _fail(message: str, code: int):
+    print(f"fa2-cute: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,96 @@
+"""Runs a compiled kernel on CPU tensors: the bridge from a call to the PTX emulator."""
+
+import contextlib
+import functools
+import warnings
+
+import numpy as np
+import rich.console
+import rich.progress
+import torch
+
+from . import emulator
+from .jit import Kernel
+from .problem import Problem
+
+# 150,000 m16n8k16 a second (docs/emulator.md) of 16 * 8 * 16 multiply-adds.
+MULTIPLY_ADDS_A_SECOND = 150_000 * 16 * 8 * 16
+QUIET_SECONDS = 10
+
+DYNAMIC_4D = {"extents": (0, 1, 2), "strides": (0, 1, 2)}  # head_dim and its stride of 1 are compiled in
+DYNAMIC_LSE = {"extents": (0, 1, 2), "strides": (0, 1)}
+
+
+class EmulationNotice(UserWarning):
+    """A call on CPU tensors runs in the emulator: exact, and far slower than any GPU."""
+
+
+@functools.cache
+def announce():
+    """Say once in a process that calls are emulated."""
+    warnings.warn(
+        "fa2_cute: CPU tensors run the sm_120a kernel in the emulator, exactly but slowly",
+        EmulationNotice,
+        stacklevel=4,
+    )
+
+
+def run(kernel: Kernel, problem: Problem, tensors: tuple[torch.Tensor, ...], scale_log2: float):
+    """Launch ``kernel`` on (q, k, v, out, lse) in the emulator; out and lse are written.
+
+    A launch that will take longer than QUIET_SECONDS says so on stderr first and shows its progress; Ctrl-C stops it.
+    """
+    q, k, v, out, lse = tensors
+    args = [
+        emulator.Tensor(q, name="q", **DYNAMIC_4D),
+        emulator.Tensor(k, name="k", **DYNAMIC_4D),
+        emulator.Tensor(v, name="v", **DYNAMIC_4D),
+        emulator.Tensor(out, name="out", writable=True, **DYNAMIC_4D),
+        emulator.Tensor(lse, name="lse", writable=True, **DYNAMIC_LSE),
+        np.float32(scale_log2),
+        np.int32(problem.heads // problem.kv_heads),
+    ]
+    spec = kernel.spec
+    with _progress(problem) as progress:
+        return emulator.launch(
+            _module(kernel).kernel(),
+            grid=spec.grid(*out.shape[:1], problem.heads, problem.query_len),
+            block=(spec.threads, 1, 1),
+            args=args,
+            shared_bytes=spec.shared_bytes,
+            arch=kernel.arch.target,
+            progress=progress,
+        )
+
+
+def estimated_seconds(problem: Problem) -> float:
+    """About how long one core emulates ``problem``."""
+    scores = problem.batch * problem.heads * problem.query_len * problem.key_len
+    if problem.causal:
+        scores //= 2
+    return scores * 2 * problem.head_dim / MULTIPLY_ADDS_A_SECOND
+
+
+@contextlib.contextmanager
+def _progress(problem: Problem):
+    """A callback (done, total) for ``emulator.launch`` that draws a bar, or None for short launches."""
+    seconds = estimated_seconds(problem)
+    if seconds < QUIET_SECONDS:
+        yield None
+        return
+    console = rich.console.Console(stderr=True)
+    console.print(f"fa2_cute: emulating this call takes about {seconds:.0f} s on this CPU; Ctrl-C stops it")
+    with rich.progress.Progress(console=console, transient=True) as bar:
+        task = bar.add_task("emulating", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+_MODULES: dict[int, emulator.Module] = {}
+
+
+def _module(kernel: Kernel) -> emulator.Module:
+    """The parsed PTX, once per kernel."""
+    key = id(kernel)  # kernels live as long as the process: jit keeps them
+    if key not in _MODULES:
+        _MODULES[key] = emulator.load(kernel.ptx)
+    return _MODULES[key]

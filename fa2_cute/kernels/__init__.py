@@ -1,0 +1,1 @@
+"""Device code, written in the CuTe DSL. Nothing here imports torch."""

@@ -1,0 +1,240 @@
+"""FlashAttention-2 forward (Dao 2023, algorithm 1) on SM80-style atoms: cp.async, ldmatrix, mma.sync.
+
+One block computes tile_m query rows of one head. It walks over the key tiles from the last to the first, so that the
+tiles that need a mask come first and the loop over the others carries none. K and V go through rings of ``stages``
+tiles in shared memory; per key tile there is one wait and one barrier:
+
+    wait + barrier          K(t), V(t) have landed for all threads; all warps are past step t - 1
+    issue K, V(t+stages-1)  into the slot of step t - 1
+    S = Q K(t)^T            mask where the tile crosses the diagonal or the end
+    P = exp2(S c - m c)     O rescaled where m rises
+    O += P V(t)
+
+Which reference m is subtracted is a choice, exact either way (see softmax.py). ``reference="trailing"`` follows the row
+maximum in every tile. ``reference="first"`` follows it until every row has seen a key, and then keeps it: the loop that
+remains has no maximum, no vote and no branch, and the compiler overlaps exponentials and MMAs freely. Should
+a later score be so much larger that anything overflows, the block finds a number that is not finite at its end and does
+all its tiles again following the maximum.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from ..spec import ForwardSpec
+from . import layouts, mask, products, schedule, softmax
+from .copies import Ring, load_first_tile, load_next_tile, load_rows, make_ring, negate_own, store_rows
+from .products import accumulator_rows
+
+# A scale of zero (or one that ex2.ftz would flush) becomes the smallest normal number: every product of finite scores
+# with it vanishes beside 1, and -inf times it stays -inf, where -inf times 0 would be NaN.
+SMALLEST_SCALE = 2.0**-126
+
+
+class Forward:
+    """The kernel for one specification; compiled by ``cute.compile(Forward(spec), ...)``."""
+
+    def __init__(self, spec: ForwardSpec):
+        self.spec = spec
+        self.dtype = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}[spec.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (batch, query_len, heads, head_dim)
+        mK: cute.Tensor,  # (batch, key_len, kv_heads, head_dim)
+        mV: cute.Tensor,  # (batch, key_len, kv_heads, head_dim)
+        mO: cute.Tensor,  # (batch, query_len, heads, head_dim)
+        mLSE: cute.Tensor,  # (batch, heads, query_len), float32, natural logarithm
+        scale_log2: Float32,  # softmax scale times log2(e)
+        stream,
+    ):
+        spec = self.spec
+        group = mQ.shape[2] // mK.shape[2]
+        self.kernel(mQ, mK, mV, mO, mLSE, scale_log2, group).launch(
+            grid=spec.grid(mQ.shape[0], mQ.shape[2], mQ.shape[1]),
+            block=[spec.threads, 1, 1],
+            smem=spec.shared_bytes,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        scale_log2: Float32,
+        group: Int32,  # query heads that share a KV head
+    ):
+        m_block, head, b = schedule.query_tile(mQ.shape[2], mQ.shape[1], self.spec.tile_m)
+        if head < mQ.shape[2]:
+            self.query_tile(mQ, mK, mV, mO, mLSE, scale_log2, m_block, head, head // group, b)
+
+    @cute.jit
+    def query_tile(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        scale_log2: Float32,
+        m_block: Int32,
+        head: Int32,
+        kv_head: Int32,
+        b: Int32,
+    ):
+        """All of one block's work: rows [m_block * tile_m, ...) of one head."""
+        spec = cutlass.const_expr(self.spec)
+        tile_m, tile_n, head_dim, stages = spec.tile_m, spec.tile_n, spec.head_dim, spec.stages
+        tidx, _, _ = cute.arch.thread_idx()
+        query_len, key_len = mQ.shape[1], mK.shape[1]
+        first_row = m_block * tile_m
+        unmasked, n_end, referenced = schedule.key_range(
+            first_row, query_len, key_len, tile_m, tile_n, spec.causal
+        )
+
+        mQ_head = mQ[b, None, head, None]  # (query_len, head_dim)
+        mO_head = mO[b, None, head, None]
+        mLSE_head = mLSE[b, head, None]  # (query_len,)
+
+        smem = cutlass.memory.SmemAllocator()
+        sQ = smem.allocate_tensor(
+            self.dtype, layouts.smem_layout(self.dtype, tile_m, head_dim), byte_alignment=1024
+        )
+        ring = layouts.smem_layout(self.dtype, tile_n, head_dim, stages)
+        sK = smem.allocate_tensor(self.dtype, ring, byte_alignment=1024)  # (tile_n, head_dim, stages)
+        sV = smem.allocate_tensor(self.dtype, ring, byte_alignment=1024)
+        sVt = layouts.transposed(sV, tile_n, head_dim, stages)  # (head_dim, tile_n, stages)
+
+        tiled_mma = products.make_tiled_mma(self.dtype, spec.warps)
+        thr_mma = tiled_mma.get_slice(tidx)
+        operands = products.partition(tiled_mma, tidx, sQ, sK, sVt)
+        copy = layouts.async_row_copy(self.dtype, spec.threads)
+        ring_K = make_ring(copy, tidx, mK[b, None, kv_head, None], sK)
+        ring_V = make_ring(copy, tidx, mV[b, None, kv_head, None], sV)
+        visible = mask.Visibility(first_row, query_len, key_len, thr_mma, spec.causal)
+        acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, head_dim)), Float32)
+        state = softmax.allocate(cute.size(accumulator_rows(acc_O).shape[0]))
+        scale = cute.arch.fmax(cute.arch.fmax(scale_log2, -scale_log2), Float32(SMALLEST_SCALE))
+
+        if n_end > 0:
+            load_rows(
+                copy, tidx, mQ_head, sQ, first_row, query_len
+            )  # lands with the first group of the rings
+            if scale_log2 < 0.0:  # the row maximum belongs to the largest score only if c is positive
+                cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_wait_group(0)
+                negate_own(copy, tidx, sQ)
+        # Steps that mask and follow the row maximum.
+        following = n_end - (referenced if cutlass.const_expr(spec.reference == "first") else unmasked)
+        again = Boolean(True)
+        while again:
+            acc_O.fill(0.0)
+            softmax.reset(state)
+            self.start_rings(ring_K, ring_V, n_end, key_len)
+            slot = Int32(0)
+            for t in cutlass.range(following, unroll=1):
+                slot = self.attend(
+                    operands, ring_K, ring_V, visible, state, acc_O, scale, slot, n_end - 1 - t, True, True
+                )
+            for t in cutlass.range(following, n_end, unroll=1):
+                slot = self.attend(
+                    operands,
+                    ring_K,
+                    ring_V,
+                    visible,
+                    state,
+                    acc_O,
+                    scale,
+                    slot,
+                    n_end - 1 - t,
+                    False,
+                    spec.reference == "trailing",
+                )
+            again = Boolean(False)
+            if cutlass.const_expr(spec.reference == "first"):
+                if following < n_end:
+                    again = block_any(~softmax.is_sound(state, acc_O))
+                    following = n_end
+
+        row_lse = softmax.finish(state, acc_O, scale)
+        store_rows(acc_O, tiled_mma, sQ, mO_head, tidx, first_row, query_len, self.dtype)
+        cO = accumulator_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, head_dim))))
+        if tidx % 4 == 0:  # one of the four lanes of a row
+            for r in cutlass.range_constexpr(cute.size(row_lse)):
+                row = first_row + cO[r, 0][0]
+                if row < query_len:
+                    mLSE_head[row] = row_lse[r]
+
+    @cute.jit
+    def start_rings(self, ring_K: Ring, ring_V: Ring, n_end: Int32, key_len: Int32):
+        """Load the first stages - 1 key blocks below n_end; only the very first can reach past the end.
+
+        Step t works on key block n_end - 1 - t, which lives in slot t % stages and was loaded by cp.async group t.
+        Every step commits one group, even an empty one, so that the number of open groups is always known.
+        """
+        stages = cutlass.const_expr(self.spec.stages)
+        if n_end > 0:
+            load_first_tile(ring_K, n_end - 1, key_len)
+            load_first_tile(ring_V, n_end - 1, key_len)
+        cute.arch.cp_async_commit_group()
+        for t in cutlass.range_constexpr(1, stages - 1):
+            if t < n_end:
+                load_next_tile(ring_K, Int32(t))
+                load_next_tile(ring_V, Int32(t))
+            cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def attend(
+        self,
+        operands: products.Products,
+        ring_K: Ring,
+        ring_V: Ring,
+        visible: mask.Visibility,
+        state: softmax.SoftmaxState,
+        acc_O: cute.Tensor,
+        scale: Float32,
+        slot: Int32,
+        n_block: Int32,
+        masked: cutlass.Constexpr,
+        follow_maximum: cutlass.Constexpr,
+    ) -> Int32:
+        """Attend to key block ``n_block`` in ring slot ``slot``; returns the slot of the next."""
+        spec = cutlass.const_expr(self.spec)
+        cute.arch.cp_async_wait_group(spec.stages - 2)
+        cute.arch.sync_threads()  # K, V (and Q) of all threads visible; all warps past the previous step: its slot is free
+
+        thr_mma = operands.tiled_mma.get_slice(ring_K.tidx)
+        acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((spec.tile_m, spec.tile_n)), Float32)
+        products.multiply_QK(operands, slot, acc_S)
+        # Behind the first MMAs, not ahead of them: the addresses are computed while the tensor cores work.
+        if n_block >= spec.stages - 1:
+            free = slot - 1 if slot > 0 else Int32(spec.stages - 1)
+            load_next_tile(ring_K, free)
+            load_next_tile(ring_V, free)
+        cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(masked):
+            mask.hide(visible, acc_S, n_block, spec.tile_m, spec.tile_n)
+        if cutlass.const_expr(follow_maximum):
+            softmax.follow_maximum(state, acc_S, acc_O, scale)
+        softmax.exponentiate(state, acc_S, scale)
+        rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
+        rP.store(acc_S.load().to(self.dtype))
+        products.multiply_PV(operands, slot, rP, acc_O)
+        return slot + 1 if slot < spec.stages - 1 else Int32(0)
+
+
+@cute.jit
+def block_any(flag: Boolean) -> Boolean:
+    """Whether ``flag`` holds for any thread of the block; a barrier for all of them (PTX ISA, bar.red)."""
+    found = cute.arch.inline_ptx(
+        "{ .reg .pred mine, any; setp.ne.s32 mine, {$r0}, 0; "
+        "bar.red.or.pred any, 0, mine; selp.s32 {$w0}, 1, 0, any; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(flag)],
+    )
+    return found != 0

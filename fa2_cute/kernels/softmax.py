@@ -1,0 +1,172 @@
+"""Online softmax in base 2, one state a query row (FlashAttention-2, Dao 2023, section 3.1; Milakov & Gimelshein 2018).
+
+A row's probabilities are kept relative to a reference ``m`` that need not be the true maximum: any reference gives the
+same quotient, as long as nothing overflows and the largest probability does not underflow. So m trails the maximum: it
+is raised only when a score exceeds it by more than ``RESCALE_SLACK`` powers of two, which saves the reduction over the
+four lanes of a row and the rescaling of O in almost every tile (``follow_maximum``). Or m is not followed at all for a
+while and ``is_sound`` tells afterwards whether that was right.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32
+
+from .products import accumulator_rows
+
+LN_2 = 0.6931471805599453
+
+# P may grow to 2^8 before O is rescaled: far from fp16's 65504, and sums of 2^8 over any length stay in fp32.
+RESCALE_SLACK = 8.0
+
+# A lane's share of a row sum; four of them still add up to a finite number.
+LARGEST_SUM = 2.0**125
+
+# exp2(x * c - m * c) in one FMA carries the rounding error of m * c, 2^-24 |m * c|, in the exponent. It is common to
+# the row and cancels in the quotient, but beyond this bound it could pass fp16's range; such rows take (x - m) * c.
+FUSED_LIMIT = 2.0**26
+
+
+def quad_max(x: Float32) -> Float32:
+    """Maximum over the four lanes that hold one row of an MMA accumulator."""
+    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+
+
+def quad_sum(x: Float32) -> Float32:
+    """Sum over the four lanes that hold one row of an MMA accumulator."""
+    x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
+    return x + cute.arch.shuffle_sync_bfly(x, offset=2)
+
+
+@dataclass(frozen=True)
+class SoftmaxState:
+    """The running state of one thread's rows, in registers; each (rows,) float32.
+
+    row_ref       reference maximum m of the raw scores, the same on the row's four lanes; -inf: no key seen yet
+    row_limit     raw score above which m is looked at again: m + RESCALE_SLACK / c, or -inf (always, see FUSED_LIMIT)
+    row_offset    what is subtracted from x * c: m * c, or 0 where m is -inf or where x comes as x - m
+    row_sum       this lane's share of the sum of exp2((x - m) * c)
+    """
+
+    row_ref: cute.Tensor
+    row_limit: cute.Tensor
+    row_offset: cute.Tensor
+    row_sum: cute.Tensor
+
+
+def allocate(rows: int) -> SoftmaxState:
+    """Registers for ``rows`` rows; ``reset`` makes them valid."""
+    return SoftmaxState(*(cute.make_rmem_tensor(rows, Float32) for _ in range(4)))
+
+
+@cute.jit
+def reset(state: SoftmaxState):
+    """No row has seen a key."""
+    state.row_ref.fill(-Float32.inf)
+    state.row_limit.fill(-Float32.inf)
+    state.row_offset.fill(0.0)
+    state.row_sum.fill(0.0)
+
+
+@cute.jit
+def follow_maximum(state: SoftmaxState, acc_S: cute.Tensor, acc_O: cute.Tensor, scale_log2: Float32):
+    """Raise the reference of the rows whose scores pass their limit, and rescale O and the sums to it.
+
+    Every lane of the warp must call it. acc_S: raw scores (masked ones -inf); where a row is beyond FUSED_LIMIT they
+    become x - m. acc_O: the output accumulator. scale_log2: c, positive.
+    """
+    rS = accumulator_rows(acc_S)
+    rows = cute.size(rS.shape[0])
+    row_max = cute.make_rmem_tensor(rows, Float32)
+    exceeded = Boolean(False)
+    for r in cutlass.range_constexpr(rows):
+        row_max[r] = _max_of(rS, r)
+        exceeded = exceeded | (row_max[r] > state.row_limit[r])
+    if cute.arch.vote_any_sync(exceeded):
+        _raise_reference(state, row_max, acc_S, acc_O, scale_log2)
+
+
+@cute.jit
+def exponentiate(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32):
+    """Turn scores into probabilities relative to the reference, in place, and add them to the row sums."""
+    rS = accumulator_rows(acc_S)
+    for r in cutlass.range_constexpr(cute.size(rS.shape[0])):
+        total = state.row_sum[r]
+        for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
+            rS[r, c] = cute.math.exp2(
+                cute.math.fma(rS[r, c], scale_log2, -state.row_offset[r]), fastmath=True
+            )
+            total = total + rS[r, c]
+        state.row_sum[r] = total
+
+
+@cute.jit
+def _raise_reference(
+    state: SoftmaxState, row_max: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, scale_log2: Float32
+):
+    cute.arch.sync_warp()  # keeps the caller's `if` a branch: as a select all of this would be computed every time
+    rS, rO = accumulator_rows(acc_S), accumulator_rows(acc_O)
+    for r in cutlass.range_constexpr(cute.size(row_max)):
+        old = state.row_ref[r]
+        new = cute.arch.fmax(old, quad_max(row_max[r]))
+        seen = new != -Float32.inf
+        offset = new * scale_log2 if seen else Float32(0.0)
+        fused = cute.arch.fmax(offset, -offset) < FUSED_LIMIT
+        # A row that had seen nothing has O = 0 and sum = 0, which any finite factor keeps.
+        factor = cute.math.exp2((old - new) * scale_log2, fastmath=True) if seen else Float32(1.0)
+        limit = new + cute.arch.rcp_approx(scale_log2) * RESCALE_SLACK if seen else -Float32.inf
+        shift = Float32(0.0) if fused else new
+        state.row_ref[r] = new
+        state.row_limit[r] = limit if fused else -Float32.inf
+        state.row_offset[r] = offset if fused else Float32(0.0)
+        state.row_sum[r] = state.row_sum[r] * factor
+        for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
+            rS[r, c] = rS[r, c] - shift
+        for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
+            rO[r, c] = rO[r, c] * factor
+
+
+@cute.jit
+def is_sound(state: SoftmaxState, acc_O: cute.Tensor) -> Boolean:
+    """Whether a reference that was not followed to the end has served this thread's rows.
+
+    It has not where a probability, a sum or an output is too large or NaN, and where the reference was none to begin
+    with: rows beyond FUSED_LIMIT, whose scores must come as x - m, and rows whose scores were all -inf so far.
+    """
+    rO = accumulator_rows(acc_O)
+    sound = Boolean(True)
+    for r in cutlass.range_constexpr(cute.size(rO.shape[0])):
+        zero = Float32(0.0)
+        for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
+            zero = cute.math.fma(rO[r, c], Float32(0.0), zero)  # NaN if any is not finite
+        sound = (
+            sound & (zero == 0.0) & (state.row_sum[r] < LARGEST_SUM) & (state.row_limit[r] != -Float32.inf)
+        )
+    return sound
+
+
+@cute.jit
+def finish(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
+    """Divide O by the row sums; return each row's natural logsumexp (rows,), -inf where no key was seen."""
+    rO = accumulator_rows(acc_O)
+    rows = cute.size(rO.shape[0])
+    row_lse = cute.make_rmem_tensor(rows, Float32)
+    for r in cutlass.range_constexpr(rows):
+        total = quad_sum(state.row_sum[r])
+        # A row of NaN scores alone leaves m at -inf, but its sum is NaN and not zero.
+        seen = (state.row_ref[r] != -Float32.inf) | (total != 0.0)
+        inverse = cute.arch.rcp_approx(total) if seen else Float32(0.0)
+        lse = (state.row_ref[r] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+        row_lse[r] = lse if seen else -Float32.inf
+        for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
+            rO[r, c] = rO[r, c] * inverse if seen else Float32(0.0)
+    return row_lse
+
+
+def _max_of(rS: cute.Tensor, r: int) -> Float32:
+    best = rS[r, 0]
+    for c in range(1, cute.size(rS.shape[1])):
+        best = cute.arch.fmax(best, rS[r, c])
+    return best

@@ -1,0 +1,47 @@
+"""Which tile for which problem on which architecture, and why."""
+
+from .arch import Architecture
+from .problem import Problem
+from .spec import ForwardSpec
+
+# (tile_m, tile_n, warps, stages) by head_dim.
+#
+# sm_120, sm_121, sm_86, sm_89: 100 KiB of shared memory an SM. 16 query rows a warp on 8 warps, so that two warps a
+# sub-partition are resident and the softmax of one runs under the MMAs of the other (an m16n8k16 takes 32 cycles there,
+# so K/V fragment traffic is no limit: 288 shared-memory cycles a warp and tile against 1024 of its tensor pipe).
+_SMALL_SHARED = {128: (128, 64, 8, 2), 64: (128, 64, 8, 2)}
+# sm_80, sm_90, sm_100: an m16n8k16 takes 6 to 8 cycles (sm_90: measured), so fragments read from shared memory are the
+# limit with 16 rows a warp: 32 rows halve them. Two blocks of 4 warps fit an SM.
+_LARGE_SHARED = {128: (128, 64, 4, 2), 64: (128, 64, 4, 2)}
+
+_TABLE = {
+    "sm_80": {128: (128, 32, 4, 2), 64: (128, 64, 4, 2)},  # 164 KiB an SM: 64 KiB a block keeps two blocks,
+    "sm_86": _SMALL_SHARED,
+    "sm_89": _SMALL_SHARED,
+    "sm_90": _LARGE_SHARED,
+    "sm_100": _LARGE_SHARED,
+    "sm_120": _SMALL_SHARED,
+    "sm_121": _SMALL_SHARED,
+}
+
+
+def choose(problem: Problem, arch: Architecture) -> ForwardSpec:
+    """The specification that computes ``problem`` on ``arch``; lengths, batch and heads do not enter it."""
+    return _spec(problem.dtype, problem.head_dim, problem.causal, arch)
+
+
+def shipped(arch: Architecture) -> list[ForwardSpec]:
+    """Every specification that ``choose`` can return for ``arch``."""
+    return [
+        _spec(dtype, head_dim, causal, arch)
+        for dtype in ("bfloat16", "float16")
+        for head_dim in sorted(_TABLE[arch.name])
+        for causal in (False, True)
+    ]
+
+
+def _spec(dtype: str, head_dim: int, causal: bool, arch: Architecture) -> ForwardSpec:
+    tile_m, tile_n, warps, stages = _TABLE[arch.name][head_dim]
+    # float16 has no room for a reference that is not followed: 2^16 above it a probability overflows.
+    reference = "first" if dtype == "bfloat16" else "trailing"
+    return ForwardSpec(dtype, head_dim, causal, tile_m, tile_n, warps, stages, reference)
