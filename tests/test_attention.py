@@ -1,0 +1,238 @@
+"""``flash_attn_func`` on CPU tensors: sm_120a code in the emulator, against float64 within derived bounds."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, VALUES, Case, far_apart
+from checks import check, check_tensors, run
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import cases, tile_edges
+
+from fa2_cute import flash_attn_func, jit, reference
+from fa2_cute.reference import error, torch_error
+
+quiet = pytest.mark.filterwarnings("ignore::fa2_cute.emulation.EmulationNotice")
+
+
+@given(cases(values=st.just("normal")))
+def test_matches_float64_on_normal_values(case):
+    check(case)
+
+
+@given(cases())
+def test_matches_float64_on_adversarial_values(case):
+    check(case)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_every_kind_of_value(values, causal):
+    check(Case("float16", 1, 66, 130, 2, 1, 64, causal=causal, values=values))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(layout):
+    check(Case("bfloat16", 2, 33, 65, 4, 2, 64, causal=True, layouts=(layout, layout, layout)))
+    check(Case("bfloat16", 1, 1, 1, 1, 1, 64, layouts=(layout, layout, layout)))
+
+
+@pytest.mark.parametrize("key_len", tile_edges(130))
+def test_key_lengths_at_tile_edges(key_len):
+    check(Case("bfloat16", 1, 3, key_len, 1, 1, 64))
+
+
+@pytest.mark.parametrize("query_len", tile_edges(130))
+def test_query_lengths_at_tile_edges(query_len):
+    check(Case("float16", 1, query_len, 5, 1, 1, 64, causal=True))
+
+
+@pytest.mark.parametrize("offset", [-129, -128, -127, -65, -64, -63, -1, 0, 1, 63, 64, 65, 127, 128, 129])
+def test_causal_offsets(offset):
+    """Queries at the end of the keys (offset > 0) or before the first key (< 0: rows that see nothing)."""
+    query_len = 140 if offset < 0 else 10
+    check(Case("bfloat16", 1, query_len, query_len + offset, 1, 1, 64, causal=True))
+
+
+# Around every threshold at which a softmax may change what it does: its slack, 16-bit and fp32 ranges.
+JUMPS = (
+    0.5,
+    7.9,
+    8.1,
+    15,
+    16,
+    17,
+    24,
+    39,
+    40,
+    41,
+    100,
+    124,
+    125,
+    126,
+    127,
+    128,
+    129,
+    149,
+    150,
+    151,
+    250,
+    260,
+    1000,
+)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("sign", [1, -1], ids=["up", "down"])
+@pytest.mark.parametrize("position", [0, 62, 120, 132], ids=lambda position: f"key{position}")
+@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize("size", [-1, 0, 1], ids=["small-v", "v", "large-v"])
+def test_some_keys_stand_out_by_powers_of_two(dtype, sign, position, width, size):
+    """Row i has the logit sign * JUMPS[i] (base 2) at ``width`` keys, wherever their tile, and 0 at all others.
+
+    Eight keys are spread over all lanes that share a row, so that only their sum may overflow; with small v a sum of
+    probabilities may overflow where the output does not, with large v the other way round.
+    """
+    heights = torch.tensor(JUMPS)
+    q, k = torch.zeros(1, len(JUMPS), 1, 64), torch.zeros(1, 140, 1, 64)
+    q[0, :, 0, 0] = sign * heights
+    k[0, position : position + width, 0, 0] = 1.0
+    v = torch.randn(1, 140, 1, 64, generator=torch.Generator().manual_seed(position))
+    v = v * (2.0**100 if dtype == "bfloat16" else 2.0**10) ** size
+    check_tensors(*(x.to(DTYPES[dtype]) for x in (q, k, v)), softmax_scale=math.log(2))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("hidden", [range(64), range(64, 128), range(128, 140), range(1, 140), range(139)])
+def test_whole_tiles_of_keys_at_minus_infinity(dtype, hidden):
+    """A tile in which no row sees anything leaves no trace, wherever it lies."""
+    q, k, v = Case(dtype, query_len=70, key_len=140, heads=2).tensors()
+    q = q.abs() + 0.125
+    k[:, list(hidden), 0] = -math.inf
+    check_tensors(q, k, v)
+
+
+@quiet
+def test_rows_without_a_key_give_exactly_zero_and_minus_infinity():
+    _, _, _, out, lse = run(Case(query_len=70, key_len=4, heads=2, kv_heads=1, causal=True))
+    assert (out[:, :66] == 0).all()
+    assert (lse[:, :, :66] == -math.inf).all()
+    assert lse[:, :, 66:].isfinite().all()
+
+
+@quiet
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_single_key_is_returned_bit_for_bit(dtype):
+    """One weight of exactly 1: the output is v itself, the logsumexp the logit."""
+    q, k, v = (
+        torch.randn(1, 1, 2, 64, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3)
+    )
+    out, lse = flash_attn_func(q, k, v, return_softmax_lse=True)
+    assert torch.equal(out, v)
+    logit = (q.double() * k.double()).sum(-1).transpose(1, 2) * 64**-0.5
+    torch.testing.assert_close(lse.double(), logit, rtol=2**-20, atol=2**-20)
+
+
+@quiet
+def test_logsumexp_of_equal_logits_is_their_value_plus_the_logarithm_of_their_number():
+    q, k = torch.ones(1, 2, 1, 64, dtype=torch.float16), torch.ones(1, 100, 1, 64, dtype=torch.float16)
+    _, lse = flash_attn_func(q, k, k, softmax_scale=0.25, return_softmax_lse=True)
+    torch.testing.assert_close(
+        lse.double(), torch.full((1, 1, 2), 16 + math.log(100)).double(), rtol=2**-22, atol=0
+    )
+
+
+@quiet
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_error_is_at_most_twice_that_of_torch(dtype, causal):
+    q, k, v = Case(str(dtype).removeprefix("torch."), 1, 129, 193, 4, 2, 128).tensors()
+    expected, _ = reference.attention(q, k, v, causal=causal)
+    ours = error(flash_attn_func(q, k, v, causal=causal), expected)
+    theirs = torch_error(q, k, v, expected, causal=causal)
+    assert ours.max <= 2 * theirs.max
+    assert ours.rms <= 2 * theirs.rms
+
+
+@quiet
+def test_repeats_bit_for_bit():
+    q, k, v = Case(query_len=130, key_len=70, heads=2, kv_heads=1, causal=True, seed=3).tensors()
+    assert torch.equal(flash_attn_func(q, k, v, causal=True), flash_attn_func(q, k, v, causal=True))
+
+
+@quiet
+def test_strides_do_not_change_a_bit():
+    base = Case("bfloat16", 2, 40, 70, 4, 2, 64, causal=True, seed=5)
+    expected = flash_attn_func(*base.tensors(), causal=True)
+    for layout in LAYOUTS:
+        if not layout.startswith("broadcast"):
+            laid_out = Case("bfloat16", 2, 40, 70, 4, 2, 64, causal=True, seed=5, layouts=(layout,) * 3)
+            assert torch.equal(flash_attn_func(*laid_out.tensors(), causal=True), expected), layout
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ((0, 4, 2, 64), (0, 4, 2, 64)),  # batch
+        ((2, 0, 2, 64), (2, 4, 2, 64)),  # query length
+        ((2, 4, 0, 64), (2, 4, 0, 64)),  # heads and KV heads
+        ((2, 4, 0, 64), (2, 4, 2, 64)),  # heads alone
+        ((0, 0, 0, 64), (0, 0, 0, 64)),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_nothing_to_compute_gives_empty_results(query, key, causal):
+    q, k = torch.randn(query).half(), torch.randn(key).half()
+    out, lse = flash_attn_func(q, k, k.clone(), causal=causal, return_softmax_lse=True)
+    assert out.shape == query
+    assert out.dtype == torch.float16
+    assert lse.shape == (query[0], query[2], query[1])
+    assert lse.dtype == torch.float32
+
+
+@quiet
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_no_keys_give_zeros_and_minus_infinity(causal):
+    q, k = torch.randn(2, 3, 4, 64).bfloat16(), torch.randn(2, 0, 2, 64).bfloat16()
+    out, lse = flash_attn_func(q, k, k.clone(), causal=causal, return_softmax_lse=True)
+    assert out.shape == q.shape
+    assert (out == 0).all()
+    assert lse.shape == (2, 4, 3)
+    assert (lse == -math.inf).all()
+
+
+@quiet
+def test_new_lengths_batches_and_heads_compile_nothing():
+    run(Case(query_len=5, key_len=9))
+    before = jit.compilations()
+    run(Case(batch=3, query_len=130, key_len=67, heads=6, kv_heads=3, layouts=("heads_first",) * 3, seed=1))
+    assert jit.compilations() == before
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v"])
+@pytest.mark.parametrize("dimension", [0, 1, 2], ids=["batch", "length", "heads"])
+def test_offsets_past_two_to_the_31_elements(argument, dimension):
+    """A view whose last batch, row or head starts beyond 2^31 elements, in memory that is hardly touched."""
+    shape = (2, 5, 2, 64)
+    view = far_apart(torch.empty, shape, dimension, torch.float16)
+    given = dict(zip("qkv", Case("float16", 2, 5, 5, 2, 2, 64).tensors(), strict=True))
+    view.copy_(given[argument])
+    check_tensors(**{**given, argument: view}, causal=True)
+
+
+def test_the_first_cpu_call_says_once_that_it_is_emulated():
+    """In a process of its own, with the default filters of a user's script."""
+    script = (
+        "import torch, fa2_cute\n"
+        "q = torch.zeros(1, 1, 1, 64, dtype=torch.float16)\n"
+        "for _ in range(3):\n"
+        "    fa2_cute.flash_attn_func(q, q, q)\n"
+        "fa2_cute.flash_attn_func(q, q, q, causal=True)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == ""
+    assert result.stderr.count("EmulationNotice") == 1, result.stderr

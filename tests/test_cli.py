@@ -1,0 +1,144 @@
+"""The command line: what it prints, how it ends, and that its errors are one line."""
+
+import io
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from fa2_cute import arch, cli, demo, reference
+from fa2_cute.resources import Usage
+
+CPU = torch.device("cpu")
+SMALL = demo.Workload(batch=2, heads=4, kv_heads=2, head_dim=64, prompt=9, steps=2)
+
+
+def fa2_cute(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "fa2_cute", *arguments], capture_output=True, text=True)
+
+
+def test_info_names_versions_devices_and_tiles():
+    result = fa2_cute("info")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    for text in ("fa2_cute", torch.__version__, "nvidia-cutlass-dsl", "emulator", "sm_120", "bfloat16"):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "command"),
+        (("nonsense",), "nonsense"),
+        (("demo", "--no-such-option"), "--no-such-option"),
+        (("demo", "--device", "tpu"), "takes cpu, cuda or cuda:N"),
+        (("demo", "--device", "meta"), "takes cpu, cuda or cuda:N"),
+        (("demo", "--device", "cuda:99"), "CUDA devices"),
+        (("demo", "--seed", "x"), "--seed"),
+    ],
+)
+def test_errors_are_one_line_on_stderr(arguments, text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    captured = capsys.readouterr()
+    assert caught.value.code not in (0, None)
+    assert captured.out == ""
+    assert captured.err.startswith("fa2-cute: ")
+    assert captured.err.count("\n") == 1
+    assert text in captured.err
+
+
+def test_interruption_is_one_line_too(monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["demo", "--device", "cpu"])
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "fa2-cute: interrupted\n"
+
+
+def test_demo_runs_prefill_and_steps():
+    console = Console(width=140, file=io.StringIO())
+    assert demo.run(CPU, console, workload=SMALL) == []
+    text = console.file.getvalue()
+    assert "sm_120a code in the emulator" in text
+    for row in ("prefill", "step 1", "step 2"):
+        assert row in text
+    assert re.search(r"2 x 9 x 4 x 64 .* 2 x 9 x 2 x 64", text)
+    assert re.search(r"2 x 1 x 4 x 64 .* 2 x 11 x 2 x 64", text)
+    assert re.search(r"sm_120 .*bfloat16 64 causal.* 0 B .*KiB", text)
+
+
+def test_demo_sees_the_cache_grow():
+    lengths = [(call.q.shape[1], call.k.shape[1], call.v.shape[1]) for call in demo.calls(SMALL, CPU, seed=0)]
+    assert lengths == [(9, 9, 9), (1, 10, 10), (1, 11, 11)]
+    first, second, _ = demo.calls(SMALL, CPU, seed=0)
+    assert torch.equal(first.k, second.k[:, :9])  # one cache: a step sees what the prefill saw
+    assert first.k.data_ptr() == second.k.data_ptr()
+    assert first.k.stride(0) == 11 * 2 * 64
+
+
+@pytest.mark.parametrize("fault", ["error", "nan", "lse"])
+def test_demo_notices_a_wrong_kernel(monkeypatch, fault):
+    right = demo.attention.flash_attn_func
+
+    def wrong(*args, **kwargs):
+        out, lse = right(*args, **kwargs)
+        if fault == "error":
+            out[0, 0, 0, 0] += 0.25
+        elif fault == "nan":
+            out[0, 0, 0, 0] = math.nan
+        else:
+            lse[0, 0, 0] += 1e-3
+        return out, lse
+
+    monkeypatch.setattr(demo.attention, "flash_attn_func", wrong)
+    faults = demo.run(CPU, Console(quiet=True), workload=replace(SMALL, steps=0))
+    assert faults
+    assert all(text.startswith("prefill: ") for text in faults)
+    assert any(("logsumexp" in text) == (fault == "lse") for text in faults)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"stack_bytes": 8}, "8 bytes of stack"),
+        ({"local_bytes": 16}, "16 of local"),
+        ({"warps_per_sm": 4}, "4 resident warps"),
+        ({"shared_bytes": 100 * 1024}, "shared memory"),
+    ],
+)
+def test_demo_notices_a_kernel_that_spills_or_does_not_fit(change, text):
+    [compiled] = demo.compile_for(SMALL, CPU)
+    assert compiled.kernel.arch == arch.TARGET
+    assert compiled.faults() == []
+    spoilt = replace(compiled, used=replace(compiled.used, **change))
+    assert isinstance(spoilt.used, Usage)
+    assert any(text in fault for fault in spoilt.faults())
+
+
+def test_demo_ends_non_zero_when_anything_is_off(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "run", lambda *args, **kwargs: ["step 1: max error 2 exceeds 1"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["demo", "--device", "cpu"])
+    assert caught.value.code == 1
+    assert "step 1: max error 2 exceeds 1" in capsys.readouterr().out
+
+
+def test_demo_measures_against_the_reference(monkeypatch):
+    """A reference that is off by one constant is noticed: the comparison is not with the kernel itself."""
+    right = reference.attention
+
+    def shifted(*args, **kwargs):
+        out, lse = right(*args, **kwargs)
+        return out, lse + 1.0
+
+    monkeypatch.setattr(reference, "attention", shifted)
+    assert demo.run(CPU, Console(quiet=True), workload=replace(SMALL, steps=0))

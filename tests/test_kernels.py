@@ -1,0 +1,83 @@
+"""Every kernel that sm_120 can be given: compiles, spills nothing, fits, keeps enough warps resident."""
+
+import pytest
+
+from fa2_cute import arch, jit, resources, tiling
+from fa2_cute.problem import Problem
+
+SM_120 = arch.by_name("sm_120")
+SHIPPED = tiling.shipped(SM_120)
+# Two on each of the four sub-partitions: the softmax of one runs under the other's tensor-core work.
+LEAST_RESIDENT_WARPS = 8
+
+
+def name(spec) -> str:
+    return f"{spec.dtype}-{spec.head_dim}-{'causal' if spec.causal else 'full'}"
+
+
+@pytest.mark.parametrize("spec", SHIPPED, ids=name)
+def test_resources_on_sm_120(spec):
+    kernel = jit.compiled(spec, SM_120)
+    used = resources.usage(kernel)
+    assert used.stack_bytes == 0
+    assert used.local_bytes == 0
+    assert used.registers <= 255
+    assert used.shared_bytes <= 99 * 1024
+    assert used.warps_per_sm >= LEAST_RESIDENT_WARPS
+
+
+@pytest.mark.parametrize("spec", SHIPPED, ids=name)
+def test_code_is_for_sm_120a_and_uses_what_it_should(spec):
+    ptx = jit.compiled(spec, SM_120).ptx
+    element = {"float16": "f16", "bfloat16": "bf16"}[spec.dtype]
+    assert ".target sm_120a" in ptx
+    assert f"mma.sync.aligned.m16n8k16.row.col.f32.{element}.{element}.f32" in ptx
+    assert "cp.async.cg.shared.global" in ptx
+    assert "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in ptx
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in ptx
+    assert ".local" not in ptx
+
+
+def test_every_dtype_head_dim_and_mask_is_shipped():
+    assert len(set(SHIPPED)) == len(SHIPPED)
+    found = {(spec.dtype, spec.head_dim, spec.causal) for spec in SHIPPED}
+    assert found == {(t, d, c) for t in ("float16", "bfloat16") for d in (64, 128) for c in (False, True)}
+
+
+@pytest.mark.parametrize("name", sorted(arch.BY_NAME))
+def test_what_is_chosen_is_shipped_and_fits(name):
+    architecture = arch.by_name(name)
+    shipped = tiling.shipped(architecture)
+    for query_len, key_len in [(1, 1), (1, 4096), (64, 64), (1000, 17), (8192, 8192)]:
+        for spec in shipped:
+            problem = Problem(spec.dtype, 2, query_len, key_len, 8, 2, spec.head_dim, spec.causal)
+            assert tiling.choose(problem, architecture) in shipped
+    assert all(spec.shared_bytes <= architecture.shared_block_bytes for spec in shipped)
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_100", "sm_121"])
+def test_the_same_source_compiles_for_other_architectures(name):
+    architecture = arch.by_name(name)
+    spec = next(s for s in tiling.shipped(architecture) if s.head_dim == 128 and s.causal)
+    kernel = jit.compiled(spec, architecture)
+    assert f".target {architecture.target}" in kernel.ptx
+    assert resources.usage(kernel).blocks_per_sm >= 1
+
+
+def test_compiled_kernels_are_kept():
+    assert jit.compiled(SHIPPED[0], SM_120) is jit.compiled(SHIPPED[0], SM_120)
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "shared_bytes", "blocks"),
+    [
+        (128, 128, 0, 4),  # 65,536 registers / (128 * 128)
+        (255, 256, 0, 1),
+        (32, 512, 0, 3),  # 1,536 threads
+        (64, 128, 49 * 1024, 2),  # 100 KiB / (49 + 1) KiB
+        (64, 128, 50 * 1024, 1),
+        (64, 128, 100 * 1024, 0),  # more than one block may have
+    ],
+)
+def test_resident_blocks(registers, threads, shared_bytes, blocks):
+    assert resources.resident_blocks(SM_120, registers, threads, shared_bytes) == blocks
