@@ -58,9 +58,7 @@ def flash_attn_func(
         return_attn_probs=(return_attn_probs, False),
     )
     if not _is_unbounded(window_size):
-        raise NotImplementedError(
-            f"window_size: got {window_size!r}, takes (-1, -1) only: no sliding window yet"
-        )
+        raise NotImplementedError(f"window_size: got {window_size!r}, takes (-1, -1) only: no sliding window yet")
     problem = Problem.of(q, k, v, causal=causal)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise NotImplementedError(
@@ -140,9 +138,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
     The stride of an extent of 1 is never multiplied by anything but 0, so it is replaced rather than copied for.
     """
-    strides = tuple(
-        0 if extent == 1 else stride for extent, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-    )
+    strides = tuple(0 if extent == 1 else stride for extent, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
     misaligned = x.data_ptr() % 16 or any(stride % VECTOR_ELEMENTS for stride in strides)
     if misaligned or strides[1] > MAX_ROW_STRIDE:
         return x.clone(memory_format=torch.contiguous_format)

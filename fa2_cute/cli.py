@@ -1,19 +1,19 @@
 """The command ``fa2-cute``. What is wrong is said in one line on stderr, with a non-zero exit code."""
 
 import platform
+import random
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(
-    help="FlashAttention-2 for sm_120 in CuTe DSL.", add_completion=False, pretty_exceptions_enable=False
-)
+app = typer.Typer(help="FlashAttention-2 for sm_120 in CuTe DSL.", add_completion=False, pretty_exceptions_enable=False)
 # What a table needs; a terminal has its own width, a pipe has none.
-PIPE_WIDTH = 140
+PIPE_WIDTH = 100
 COMPONENTS = (
     "torch",
     "numpy",
@@ -71,6 +71,28 @@ def demo(
     if faults:
         raise typer.Exit(1)
     console.print("[green]All is well.[/]")
+
+
+@app.command()
+def fuzz(
+    minutes: Annotated[float, typer.Option(help="how long to draw cases")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="of the cases; by default a new one, which is printed")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu (emulated), cuda or cuda:N; by default a GPU if there is one")
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="where failing calls are saved as programs")] = Path("fuzz-failures"),
+):
+    """Draw calls of every kind and judge each against float64; 1 if any fails."""
+    try:
+        from .fuzz import command
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "hypothesis":
+            raise
+        raise RuntimeError("fuzz: needs hypothesis, which comes with: pip install 'fa2_cute[test]'") from None
+    if seed is None:
+        seed = random.randrange(2**32)
+    if command.run(minutes, seed, str(_device(device)), folder, _console()).failures:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -73,11 +74,7 @@ class Measured:
             ("RMS error", self.ours.rms, self.limit.rms),
             ("logsumexp error", self.lse_error, self.lse_limit),
         ]
-        return [
-            f"{self.name}: {what} {got:.3g} exceeds {limit:.3g}"
-            for what, got, limit in judged
-            if not got <= limit
-        ]
+        return [f"{self.name}: {what} {got:.3g} exceeds {limit:.3g}" for what, got, limit in judged if not got <= limit]
 
 
 @dataclass(frozen=True)
@@ -91,26 +88,19 @@ class Compiled:
     @property
     def name(self) -> str:
         spec = self.kernel.spec
-        mask = "causal" if spec.causal else "full"
-        return f"{spec.dtype} {spec.head_dim} {mask}, tile {spec.tile_m}x{spec.tile_n}"
+        return f"{spec.dtype} {spec.head_dim} {'causal' if spec.causal else 'full'}"
 
     def faults(self) -> list[str]:
         """What is off, a line each; sm_120 and sm_121 are held to the project's aims."""
         architecture, used = self.kernel.arch, self.used
         faults = []
         if used.shared_bytes > architecture.shared_block_bytes:
-            faults.append(
-                f"{used.shared_bytes} bytes of shared memory exceed {architecture.shared_block_bytes}"
-            )
+            faults.append(f"{used.shared_bytes} bytes of shared memory exceed {architecture.shared_block_bytes}")
         if architecture.capability[0] == 12:
             if used.stack_bytes or used.local_bytes:
-                faults.append(
-                    f"{used.stack_bytes} bytes of stack and {used.local_bytes} of local memory; 0 are wanted"
-                )
+                faults.append(f"{used.stack_bytes} bytes of stack and {used.local_bytes} of local memory; 0 are wanted")
             if used.warps_per_sm < LEAST_RESIDENT_WARPS:
-                faults.append(
-                    f"{used.warps_per_sm} resident warps; at least {LEAST_RESIDENT_WARPS} are wanted"
-                )
+                faults.append(f"{used.warps_per_sm} resident warps; at least {LEAST_RESIDENT_WARPS} are wanted")
         return [f"{architecture.name} {self.name}: {fault}" for fault in faults]
 
 
@@ -149,11 +139,7 @@ def calls(workload: Workload, device: torch.device, seed: int) -> Iterator[Call]
 
 def architecture_of(device: torch.device) -> Architecture:
     """What ``device`` runs: its own architecture, or the one that is emulated on a CPU."""
-    return (
-        arch.by_capability(*torch.cuda.get_device_capability(device))
-        if device.type == "cuda"
-        else arch.TARGET
-    )
+    return arch.by_capability(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else arch.TARGET
 
 
 def compile_for(workload: Workload, device: torch.device) -> list[Compiled]:
@@ -218,9 +204,7 @@ def _timed(call: Call) -> tuple[torch.Tensor, torch.Tensor, float]:
     return out, lse, statistics.median(times)
 
 
-def run(
-    device: torch.device, console: Console, *, workload: Workload | None = None, seed: int = 0
-) -> list[str]:
+def run(device: torch.device, console: Console, *, workload: Workload | None = None, seed: int = 0) -> list[str]:
     """Run the demo, print its tables on ``console``, and return what is off, a line each."""
     if workload is None:
         workload = ON_GPU if device.type == "cuda" else EMULATED
@@ -242,7 +226,14 @@ def run(
             progress.update(task, description=call.name)
             measured.append(measure(call))
             progress.advance(task)
+    seconds = sum(c.seconds for c in compiled)
+    console.print(f"Compiled {len(compiled)} kernel{'s' * (len(compiled) > 1)} in {_duration(seconds)}.\n")
+    console.print(
+        f"Causal bfloat16 attention, batch {workload.batch}, {workload.heads} query heads on {workload.kv_heads} "
+        f"KV heads, head_dim {workload.head_dim}.\nErrors are against float64; at most twice torch's own pass."
+    )
     console.print(_table_of_calls(measured, emulated=device.type == "cpu"))
+    console.print("Registers a thread, spilled bytes a thread, shared memory a block, resident warps a multiprocessor.")
     console.print(_table_of_kernels(compiled))
     return [fault for judged in (*measured, *compiled) for fault in judged.faults()]
 
@@ -254,49 +245,44 @@ def _where(device: torch.device, architecture: Architecture) -> str:
 
 
 def _table_of_calls(measured: list[Measured], *, emulated: bool) -> Table:
-    table = Table(
-        title="Causal grouped-query attention, bfloat16: errors against float64 (at most 2x torch's)"
-    )
-    for heading in ("call", "q", "k, v"):
-        table.add_column(heading, no_wrap=True)
-    timing = "emulated" if emulated else "time"
-    for heading in ("max error", "torch's", "RMS error", "torch's", timing, ""):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("call", no_wrap=True)
+    for heading in ("q x k", "max", "torch's", "RMS", "torch's", "emulated" if emulated else "time", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in measured:
         table.add_row(
             row.name,
-            _shape(row.query_shape),
-            _shape(row.key_shape),
-            *(f"{value:.2e}" for value in (row.ours.max, row.torchs.max, row.ours.rms, row.torchs.rms)),
+            f"{row.query_shape[1]} x {row.key_shape[1]}",
+            *(f"{value:.1e}" for value in (row.ours.max, row.torchs.max, row.ours.rms, row.torchs.rms)),
             _duration(row.seconds),
-            "[red]off[/]" if row.faults() else "[green]ok[/]",
+            _verdict(row.faults()),
         )
     return table
 
 
 def _table_of_kernels(compiled: list[Compiled]) -> Table:
-    table = Table(title="Kernels")
-    table.add_column("architecture", no_wrap=True)
-    table.add_column("kernel", no_wrap=True)
-    for heading in ("registers", "spills", "shared memory", "warps an SM", "compiled in", ""):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("on", "kernel"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("tile", "registers", "spills", "shared", "warps/SM", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in compiled:
         used = row.used
         table.add_row(
             row.kernel.arch.name,
             row.name,
+            f"{row.kernel.spec.tile_m}x{row.kernel.spec.tile_n}",
             str(used.registers),
             f"{used.stack_bytes + used.local_bytes} B",
             f"{used.shared_bytes / 1024:g} KiB",
             str(used.warps_per_sm),
-            _duration(row.seconds),
-            "[red]off[/]" if row.faults() else "[green]ok[/]",
+            _verdict(row.faults()),
         )
     return table
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
+def _verdict(faults: list[str]) -> str:
+    return "[red]off[/]" if faults else "[green]ok[/]"
 
 
 def _duration(seconds: float) -> str:

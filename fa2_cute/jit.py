@@ -57,9 +57,7 @@ def _compile(spec: ForwardSpec, arch: Architecture) -> Kernel:
         )
 
     lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
-    lse = make_fake_tensor(
-        cutlass.Float32, tuple(cute.sym_int32() for _ in range(3)), lse_strides, assumed_align=4
-    )
+    lse = make_fake_tensor(cutlass.Float32, tuple(cute.sym_int32() for _ in range(3)), lse_strides, assumed_align=4)
     with tempfile.TemporaryDirectory(prefix="fa2_cute-") as dump:
         function = cute.compile(
             Forward(spec),

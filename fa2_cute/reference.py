@@ -49,9 +49,7 @@ def attention(
 def _softmax_product(logits: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(logits) @ values and the logsumexp; logits (queries, keys), values (keys, value_dim)."""
     if logits.shape[1] == 0:
-        return values.new_zeros(logits.shape[0], values.shape[1]), values.new_full(
-            (logits.shape[0],), -math.inf
-        )
+        return values.new_zeros(logits.shape[0], values.shape[1]), values.new_full((logits.shape[0],), -math.inf)
     maximum = logits.amax(dim=1, keepdim=True)
     maximum = maximum.masked_fill(maximum == -math.inf, 0.0)
     weights = torch.exp(logits - maximum)
@@ -60,9 +58,7 @@ def _softmax_product(logits: torch.Tensor, values: torch.Tensor) -> tuple[torch.
     return out.masked_fill(total == 0, 0.0), (maximum + total.log()).squeeze(1)
 
 
-def visible_keys(
-    query_len: int, key_len: int, *, causal: bool, device: torch.device | str = "cpu"
-) -> torch.Tensor:
+def visible_keys(query_len: int, key_len: int, *, causal: bool, device: torch.device | str = "cpu") -> torch.Tensor:
     """(query_len, key_len) bool: which keys each query sees; bottom-right aligned where causal."""
     query = torch.arange(query_len, device=device)[:, None]
     key = torch.arange(key_len, device=device)[None, :]

@@ -11,9 +11,7 @@ from pathlib import Path
 from .arch import Architecture
 from .jit import Kernel
 
-REGISTER_UNIT = (
-    256  # registers are given to a warp in units of 256 (CUDA occupancy calculator, all of sm_80 .. sm_121)
-)
+REGISTER_UNIT = 256  # registers are given to a warp in units of 256 (CUDA occupancy calculator, all of sm_80 .. sm_121)
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,7 @@ def usage(kernel: Kernel) -> Usage:
         raise RuntimeError(f"cuobjdump -res-usage: no resource line in its report:\n{report}")
     registers, stack, local = map(int, found.groups())
     blocks = resident_blocks(kernel.arch, registers, kernel.spec.threads, kernel.spec.shared_bytes)
-    return Usage(
-        registers, stack, local, kernel.spec.shared_bytes, blocks, blocks * kernel.spec.threads // 32
-    )
+    return Usage(registers, stack, local, kernel.spec.shared_bytes, blocks, blocks * kernel.spec.threads // 32)
 
 
 def resident_blocks(arch: Architecture, registers: int, threads: int, shared_bytes: int) -> int:
@@ -77,7 +73,5 @@ def _cuobjdump() -> str:
     packaged = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/cuobjdump"))
     found = str(packaged[-1]) if packaged else shutil.which("cuobjdump")
     if found is None:
-        raise RuntimeError(
-            "cuobjdump: not found; install the package nvidia-cuda-cuobjdump or the CUDA toolkit"
-        )
+        raise RuntimeError("cuobjdump: not found; install the package nvidia-cuda-cuobjdump or the CUDA toolkit")
     return found

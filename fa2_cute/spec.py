@@ -36,9 +36,7 @@ class ForwardSpec:
         if self.head_dim % SWIZZLE_ROW_ELEMENTS:
             raise ValueError(f"head_dim: got {self.head_dim}, takes a multiple of {SWIZZLE_ROW_ELEMENTS}")
         if self.tile_m % (16 * self.warps):
-            raise ValueError(
-                f"tile_m: got {self.tile_m}, takes a multiple of 16 rows for each of {self.warps} warps"
-            )
+            raise ValueError(f"tile_m: got {self.tile_m}, takes a multiple of 16 rows for each of {self.warps} warps")
         rows_a_pass = self.threads // 8
         if self.tile_n % 16 or self.tile_n % rows_a_pass or self.tile_m % rows_a_pass:
             raise ValueError(
@@ -48,9 +46,7 @@ class ForwardSpec:
         if self.reference not in ("trailing", "first"):
             raise ValueError(f"reference: got {self.reference!r}, takes 'trailing' or 'first'")
         if self.reference == "first" and self.dtype != "bfloat16":
-            raise ValueError(
-                f"reference: got 'first' with dtype {self.dtype!r}, takes it with 'bfloat16' only"
-            )
+            raise ValueError(f"reference: got 'first' with dtype {self.dtype!r}, takes it with 'bfloat16' only")
         if self.stages < 2:
             raise ValueError(f"stages: got {self.stages}, takes 2 or more")
 

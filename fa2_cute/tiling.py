@@ -11,8 +11,9 @@ from .spec import ForwardSpec
 # so K/V fragment traffic is no limit: 288 shared-memory cycles a warp and tile against 1024 of its tensor pipe).
 _SMALL_SHARED = {128: (128, 64, 8, 2), 64: (128, 64, 8, 2)}
 # sm_80, sm_90, sm_100: an m16n8k16 takes 6 to 8 cycles (sm_90: measured), so fragments read from shared memory are the
-# limit with 16 rows a warp: 32 rows halve them. Two blocks of 4 warps fit an SM.
-_LARGE_SHARED = {128: (128, 64, 4, 2), 64: (128, 64, 4, 2)}
+# limit with 16 rows a warp: 32 rows halve them. Two blocks of 4 warps fit an SM. On sm_90 48 keys beat 64 at head_dim
+# 128: the registers saved on S let the compiler load fragments further ahead (docs/performance.md).
+_LARGE_SHARED = {128: (128, 48, 4, 2), 64: (128, 64, 4, 2)}
 
 _TABLE = {
     "sm_80": {128: (128, 32, 4, 2), 64: (128, 64, 4, 2)},  # 164 KiB an SM: 64 KiB a block keeps two blocks,

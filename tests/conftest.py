@@ -13,6 +13,9 @@ settings.register_profile("quick", max_examples=8, **_COMMON)
 settings.register_profile("thorough", max_examples=1000, **_COMMON)
 settings.load_profile(os.environ.get("FA2_CUTE_HYPOTHESIS_PROFILE", "default"))
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores: torch's own threads would only contend
+    torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():

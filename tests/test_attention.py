@@ -6,13 +6,16 @@ import sys
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, VALUES, Case, far_apart
-from checks import check, check_tensors, run
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import cases, tile_edges
 
-from fa2_cute import flash_attn_func, jit, reference
+from fa2_cute import attention, emulation, flash_attn_func, jit, reference
+from fa2_cute.fuzz import Case, check
+from fa2_cute.fuzz.cases import DTYPES
+from fa2_cute.fuzz.judging import check_tensors, run
+from fa2_cute.fuzz.layouts import LAYOUTS, far_apart
+from fa2_cute.fuzz.strategies import cases, tile_edges
+from fa2_cute.fuzz.values import VALUES
 from fa2_cute.reference import error, torch_error
 
 quiet = pytest.mark.filterwarnings("ignore::fa2_cute.emulation.EmulationNotice")
@@ -30,14 +33,57 @@ def test_matches_float64_on_adversarial_values(case):
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_every_kind_of_value(values, causal):
-    check(Case("float16", 1, 66, 130, 2, 1, 64, causal=causal, values=values))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_kind_of_value(values, causal, dtype):
+    check(Case(dtype, 1, 66, 130, 2, 1, 64, causal=causal, values=values))
+    check(Case(dtype, 1, 70, 70, 2, 1, 64, causal=causal, values=values))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(layout):
     check(Case("bfloat16", 2, 33, 65, 4, 2, 64, causal=True, layouts=(layout, layout, layout)))
     check(Case("bfloat16", 1, 1, 1, 1, 1, 64, layouts=(layout, layout, layout)))
+
+
+@pytest.mark.parametrize("heads", range(1, 18))
+def test_every_small_number_of_heads(heads):
+    """Blocks are given out in groups of heads; a group that is not full has idle ones."""
+    check(Case("bfloat16", 2, 130, 70, heads, 1, 64, causal=True))
+    check(Case("bfloat16", 1, 3, 5, heads, heads, 64))
+
+
+@quiet
+@pytest.mark.parametrize("batch", [2, 3, 4, 5])
+def test_batches_beyond_one_launch(monkeypatch, batch):
+    case = Case("bfloat16", batch, 5, 7, 2, 1, 64, causal=True)
+    *_, whole, whole_lse = run(case)
+    monkeypatch.setattr(attention, "MAX_GRID_YZ", 2)
+    *_, parts, parts_lse = run(case)
+    assert torch.equal(parts, whole)
+    assert torch.equal(parts_lse, whole_lse)
+
+
+@quiet
+def test_a_long_call_says_so_and_can_be_interrupted(monkeypatch, capsys):
+    case = Case(query_len=200, key_len=70, heads=2)
+    monkeypatch.setattr(emulation, "QUIET_SECONDS", 0.0)
+    check(case)
+    assert "emulating this call takes about" in capsys.readouterr().err
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(emulation.rich.progress.Progress, "update", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(case)
+    check(case)  # and leaves nothing behind
+
+
+@quiet
+def test_a_short_call_says_nothing(capfd):
+    run(Case(query_len=200, key_len=70, heads=2))
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("key_len", tile_edges(130))
@@ -91,14 +137,15 @@ JUMPS = (
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("size", [-1, 0, 1], ids=["small-v", "v", "large-v"])
 def test_some_keys_stand_out_by_powers_of_two(dtype, sign, position, width, size):
-    """Row i has the logit sign * JUMPS[i] (base 2) at ``width`` keys, wherever their tile, and 0 at all others.
+    """Head i has the logit sign * JUMPS[i] (base 2) at ``width`` keys, wherever their tile, and 0 elsewhere.
 
-    Eight keys are spread over all lanes that share a row, so that only their sum may overflow; with small v a sum of
+    Heads, so that each jump has a block of its own: what one row makes a block do may save the others. Eight keys
+    are spread over all lanes that share a row, so that only their sum may overflow; with small v a sum of
     probabilities may overflow where the output does not, with large v the other way round.
     """
     heights = torch.tensor(JUMPS)
-    q, k = torch.zeros(1, len(JUMPS), 1, 64), torch.zeros(1, 140, 1, 64)
-    q[0, :, 0, 0] = sign * heights
+    q, k = torch.zeros(1, 1, len(JUMPS), 64), torch.zeros(1, 140, 1, 64)
+    q[0, 0, :, 0] = sign * heights
     k[0, position : position + width, 0, 0] = 1.0
     v = torch.randn(1, 140, 1, 64, generator=torch.Generator().manual_seed(position))
     v = v * (2.0**100 if dtype == "bfloat16" else 2.0**10) ** size
@@ -127,9 +174,7 @@ def test_rows_without_a_key_give_exactly_zero_and_minus_infinity():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_single_key_is_returned_bit_for_bit(dtype):
     """One weight of exactly 1: the output is v itself, the logsumexp the logit."""
-    q, k, v = (
-        torch.randn(1, 1, 2, 64, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3)
-    )
+    q, k, v = (torch.randn(1, 1, 2, 64, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3))
     out, lse = flash_attn_func(q, k, v, return_softmax_lse=True)
     assert torch.equal(out, v)
     logit = (q.double() * k.double()).sum(-1).transpose(1, 2) * 64**-0.5
@@ -140,9 +185,7 @@ def test_a_single_key_is_returned_bit_for_bit(dtype):
 def test_logsumexp_of_equal_logits_is_their_value_plus_the_logarithm_of_their_number():
     q, k = torch.ones(1, 2, 1, 64, dtype=torch.float16), torch.ones(1, 100, 1, 64, dtype=torch.float16)
     _, lse = flash_attn_func(q, k, k, softmax_scale=0.25, return_softmax_lse=True)
-    torch.testing.assert_close(
-        lse.double(), torch.full((1, 1, 2), 16 + math.log(100)).double(), rtol=2**-22, atol=0
-    )
+    torch.testing.assert_close(lse.double(), torch.full((1, 1, 2), 16 + math.log(100)).double(), rtol=2**-22, atol=0)
 
 
 @quiet

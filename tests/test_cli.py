@@ -65,15 +65,15 @@ def test_interruption_is_one_line_too(monkeypatch, capsys):
 
 
 def test_demo_runs_prefill_and_steps():
-    console = Console(width=140, file=io.StringIO())
+    console = Console(width=80, file=io.StringIO())
     assert demo.run(CPU, console, workload=SMALL) == []
     text = console.file.getvalue()
     assert "sm_120a code in the emulator" in text
-    for row in ("prefill", "step 1", "step 2"):
-        assert row in text
-    assert re.search(r"2 x 9 x 4 x 64 .* 2 x 9 x 2 x 64", text)
-    assert re.search(r"2 x 1 x 4 x 64 .* 2 x 11 x 2 x 64", text)
-    assert re.search(r"sm_120 .*bfloat16 64 causal.* 0 B .*KiB", text)
+    assert "batch 2, 4 query heads on 2 KV heads, head_dim 64" in " ".join(text.split())
+    assert "…" not in text  # nothing is cut off in a narrow terminal
+    for row in (r"prefill +9 x 9", r"step 1 +1 x 10", r"step 2 +1 x 11"):
+        assert re.search(row + r"( +\d\.\de[+-]\d\d){4} +[\d.]+ m?s +ok", text), row
+    assert re.search(r"sm_120 +bfloat16 64 causal +\d+x\d+ +\d+ +0 B +\d+ KiB +\d+ +ok", text)
 
 
 def test_demo_sees_the_cache_grow():

@@ -128,9 +128,7 @@ def test_head_dims_that_differ():
     refused(ValueError, "v", "128", "64", q=q, k=k, v=torch.zeros(2, 7, 2, 128, dtype=torch.float16))
 
 
-@pytest.mark.parametrize(
-    "shape", [(3, 7, 2, 64), (2, 8, 2, 64), (2, 7, 1, 64)], ids=["batch", "length", "heads"]
-)
+@pytest.mark.parametrize("shape", [(3, 7, 2, 64), (2, 8, 2, 64), (2, 7, 1, 64)], ids=["batch", "length", "heads"])
 def test_shapes_of_v_and_k_that_differ(shape):
     q, k, v = tensors()
     refused(ValueError, "v", str(shape), str((2, 7, 2, 64)), q=q, k=k, v=v.new_zeros(shape))

@@ -4,13 +4,15 @@ import math
 
 import pytest
 import torch
-from cases import LAYOUTS, VALUES, Case, far_apart
-from checks import check, check_tensors
 from hypothesis import given
-from strategies import cases
-from tolerances import FP32
 
 from fa2_cute import arch, demo, flash_attn_func, jit, reference, resources, tiling
+from fa2_cute.fuzz import Case, check
+from fa2_cute.fuzz.bounds import FP32
+from fa2_cute.fuzz.judging import check_tensors
+from fa2_cute.fuzz.layouts import LAYOUTS, far_apart
+from fa2_cute.fuzz.strategies import cases
+from fa2_cute.fuzz.values import VALUES
 
 pytestmark = pytest.mark.gpu
 
@@ -114,6 +116,14 @@ def test_an_output_of_more_than_two_to_the_31_elements():
     assert out.numel() > 2**31
     assert torch.equal(out[0, -5:], v[0].expand(5, 8, 128))
     assert all((rows == v[0]).all() for rows in out[0].split(2**18))
+
+
+def test_more_sequences_than_one_grid_takes():
+    q = normal(65_535 + 3, 1, 1, 64, dtype=torch.float16)
+    k, v = (normal(65_535 + 3, 3, 1, 64, dtype=torch.float16, seed=i) for i in (1, 2))
+    out = flash_attn_func(q, k, v)
+    expected = reference.torch_attention(q, k, v).double()
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=2**-8)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -7,25 +7,19 @@ import pytest
 
 
 def python(script: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-W", "always", "-c", script], capture_output=True, text=True, check=True
-    )
+    return subprocess.run([sys.executable, "-W", "always", "-c", script], capture_output=True, text=True, check=True)
 
 
 @pytest.mark.parametrize("statement", ["import fa2_cute", "from fa2_cute import flash_attn_func"])
 def test_takes_at_most_a_second_beyond_torch(statement):
     """The best of three, as other processes may run beside it."""
-    script = (
-        f"import torch, time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
-    )
+    script = f"import torch, time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
     assert min(float(python(script).stdout) for _ in range(3)) < 1.0
 
 
 def test_prints_nothing_beyond_what_torch_prints():
     alone = python("import torch")
-    with_package = python(
-        "import torch, fa2_cute; fa2_cute.flash_attn_func; import fa2_cute.reference, fa2_cute.cli"
-    )
+    with_package = python("import torch, fa2_cute; fa2_cute.flash_attn_func; import fa2_cute.reference, fa2_cute.cli")
     assert with_package.stdout == alone.stdout
     assert with_package.stderr == alone.stderr
 

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from cases import Case
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import head_counts
 
 from fa2_cute import reference
+from fa2_cute.fuzz import Case
+from fa2_cute.fuzz.strategies import head_counts
 
 small_lengths = st.integers(1, 7)
 
@@ -26,8 +26,7 @@ def by_loops(q, k, v, scale, causal):
             for i in range(query_len):
                 seen = [j for j in range(key_len) if not causal or query_len - i <= key_len - j]
                 logits = [
-                    scale * sum(float(q[b, i, h, c]) * float(k[b, j, g, c]) for c in range(head_dim))
-                    for j in seen
+                    scale * sum(float(q[b, i, h, c]) * float(k[b, j, g, c]) for c in range(head_dim)) for j in seen
                 ]
                 if not seen:
                     continue
@@ -35,9 +34,9 @@ def by_loops(q, k, v, scale, causal):
                 weights = [math.exp(logit - top) for logit in logits]
                 lse[b, h, i] = top + math.log(sum(weights))
                 for c in range(v.shape[3]):
-                    out[b, i, h, c] = sum(
-                        w * float(v[b, j, g, c]) for w, j in zip(weights, seen, strict=True)
-                    ) / sum(weights)
+                    out[b, i, h, c] = sum(w * float(v[b, j, g, c]) for w, j in zip(weights, seen, strict=True)) / sum(
+                        weights
+                    )
     return out, lse
 
 
@@ -76,9 +75,7 @@ def test_equals_torch_in_float64(query_len, key_len, heads, causal, seed):
 
 def test_default_scale_is_one_over_the_root_of_head_dim():
     q, k, v = draw_tensors(4, 5, (2, 1), 0, head_dim=9)
-    torch.testing.assert_close(
-        reference.attention(q, k, v), reference.attention(q, k, v, softmax_scale=1 / 3)
-    )
+    torch.testing.assert_close(reference.attention(q, k, v), reference.attention(q, k, v, softmax_scale=1 / 3))
 
 
 def test_causal_is_aligned_to_the_bottom_right():
@@ -110,9 +107,7 @@ def test_keys_at_minus_infinity_count_as_unseen():
     q = q.abs()
     k[:, 2] = -math.inf
     kept = [0, 1, 3, 4, 5]
-    for got, expected in zip(
-        reference.attention(q, k, v), reference.attention(q, k[:, kept], v[:, kept]), strict=True
-    ):
+    for got, expected in zip(reference.attention(q, k, v), reference.attention(q, k[:, kept], v[:, kept]), strict=True):
         torch.testing.assert_close(got, expected)
     out, lse = reference.attention(q, torch.full_like(k, -math.inf), v)
     assert (out == 0).all()

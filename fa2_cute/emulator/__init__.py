@@ -5,6 +5,10 @@
     stats = launch(kernel, grid=(4,), block=(128,), args=[Tensor(x, "x", (0,), ()), np.float32(1)],
     shared_bytes=0)
 
+``Tensor(array, name, extents, strides, writable)`` is a tensor argument: a numpy array or CPU torch tensor and the
+dimensions whose extent (i32) and stride (i64, elements) the kernel takes dynamically. Scalars are numpy scalars.
+``launch`` returns ``Stats``; with ``counters=True`` also bank conflicts and sectors by PTX line.
+
 Runs kernels for sm_80 to sm_121 (mma.sync, ldmatrix, cp.async) on the CPU, on the tensors' own memory, and
 raises a
 named EmulatorError for every hazard: see ``fa2_cute.emulator.errors`` and docs/emulator.md.

@@ -13,8 +13,7 @@ FULL_MASK = 0xFFFFFFFF
 
 
 class Active:
-    """Threads running one block: all resident ones (``idx`` None) or those listed in ``idx``, in thread
-    order."""
+    """Threads running one block: all resident ones (``idx`` None) or those listed in ``idx``, in thread order."""
 
     def __init__(self, machine, idx):
         self.machine, self.idx = machine, idx
@@ -106,8 +105,7 @@ class Active:
         return Active(self.machine, self.threads[positions])
 
     def masked_load(self, function, site, address, mask):
-        """Runs a load for the lanes of ``mask``; the others get zeros, which the guarded define then
-        drops."""
+        """Runs a load for the lanes of ``mask``; the others get zeros, which the guarded define then drops."""
         some = np.flatnonzero(mask)
         dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[site.width]
         out = [np.zeros(self.n, dtype) for _ in range(site.count)]
@@ -132,9 +130,7 @@ class Active:
         """Whether the set consists of whole warps."""
         if self._whole is None:
             idx = self.idx
-            self._whole = len(idx) % 32 == 0 and bool(
-                ((idx[::32] % 32 == 0) & (idx[31::32] - idx[::32] == 31)).all()
-            )
+            self._whole = len(idx) % 32 == 0 and bool(((idx[::32] % 32 == 0) & (idx[31::32] - idx[::32] == 31)).all())
         return self._whole
 
     @property
@@ -158,16 +154,14 @@ class Active:
         return 0
 
     def dense(self, values, fill=0):
-        """(row of each thread, warps x 32 array) of a per-thread array, lanes not in the set holding
-        ``fill``."""
+        """(row of each thread, warps x 32 array) of a per-thread array, lanes not in the set holding ``fill``."""
         warps, row = np.unique(self.global_warp, return_inverse=True)
         out = np.full((len(warps), 32), fill, values.dtype)
         out[row, self.lane] = values
         return row, out
 
     def check_members(self, site, members, mask=None) -> None:
-        """Every lane named by a member mask must be here or have exited; every executing lane must be
-        named."""
+        """Every lane named by a member mask must be here or have exited; every executing lane must be named."""
         if mask is not None:
             some = np.flatnonzero(mask)
             if some.size:
@@ -224,9 +218,7 @@ class Active:
         source = np.where(valid, source, lane)
         if self.is_whole:
             warps = self.n // 32
-            return value.reshape(warps, 32)[np.arange(warps)[:, None], source.reshape(warps, 32)].reshape(
-                -1
-            ), valid
+            return value.reshape(warps, 32)[np.arange(warps)[:, None], source.reshape(warps, 32)].reshape(-1), valid
         row, table = self.dense(value)
         _, there = self.dense(np.ones(self.n, bool), False)
         absent = ~there[row, source]
@@ -280,9 +272,7 @@ class Active:
         if mode == "any":
             return bits, np.ones(self.n, bool)
         named = (
-            np.packbits(there[row] & self._members_of(members), axis=1, bitorder="little")
-            .view(np.uint32)
-            .reshape(-1)
+            np.packbits(there[row] & self._members_of(members), axis=1, bitorder="little").view(np.uint32).reshape(-1)
         )
         every = bits == named
         return np.where(every, named, np.uint32(0)), every

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import numerics
+from . import integers, narrow, numerics
 from .errors import UnknownInstruction
 from .flow import Block, build, check_initialised, check_known, defs_and_uses, liveness, packed_registers
 from .kinds import BASE_KIND, DTYPE_NAMES, DTYPES
@@ -20,8 +20,7 @@ from .ptx import Address, Imm, Instruction, Kernel, Not, Reg, Special, Symbol
 
 
 class Site:
-    """What the run-time helpers must know about one instruction: where it is, and numbers fixed at
-    translation."""
+    """What the run-time helpers must know about one instruction: where it is, and numbers fixed at translation."""
 
     def __init__(self, ins: Instruction, **static):
         self.line, self.text, self.source, self.op = ins.line, ins.text, ins.source, ins.op
@@ -39,8 +38,7 @@ class Slot:
 
 
 class BlockBuilder:
-    """Emits the Python function of one block. Handlers use: use, array, use_pair, define, define_pair, temp,
-    site."""
+    """Emits the Python function of one block. Handlers use: use, array, use_pair, define, define_pair, temp, site."""
 
     def __init__(self, translation: Translation, block: Block):
         self.translation, self.block = translation, block
@@ -128,24 +126,24 @@ class BlockBuilder:
     def _slot_value(self, slot: int, kind: str) -> str:
         views = self.views(slot)
         if "const" in views:
+            self.check_width(slot, kind)
             return self.constant(kind, views["const"])
         self.saw_array = True
         if kind in views:
             return views[kind]
-        source_kind, source = next(iter(views.items()))
-        if np.dtype(DTYPES[source_kind]).itemsize != np.dtype(DTYPES[kind]).itemsize or "pred" in (
-            source_kind,
-            kind,
-        ):
-            unsigned = views.get(self.slot_kind(slot), source)
-            if np.dtype(DTYPES[kind]).itemsize < np.dtype(DTYPES[source_kind]).itemsize and kind != "pred":
-                return self.temp(f"{unsigned}.astype({DTYPE_NAMES[kind]})")
-            raise self.unknown(f"a {source_kind} register used as {kind}")
+        source = next(iter(views.values()))
+        self.check_width(slot, kind)
         variable = self.name()
         self.emit(f"{variable} = {source}.view({DTYPE_NAMES[kind]})")
         views[kind] = variable
         self.references[variable] = 1
         return variable
+
+    def check_width(self, slot: int, kind: str) -> None:
+        """UnknownInstruction if a register is not as wide as the type under which it is used."""
+        have = self.slot_kind(slot)
+        if np.dtype(DTYPES[have]).itemsize != np.dtype(DTYPES[kind]).itemsize or (have == "pred") != (kind == "pred"):
+            raise self.unknown(f"a {have} register used as {kind}")
 
     def array(self, operand, kind: str) -> str:
         """Like use, but always an array with one element a thread."""
@@ -189,8 +187,7 @@ class BlockBuilder:
 
     # ---- results -------------------------------------------------------------------------------------------
     def define(self, operand, kind: str, expression: str) -> None:
-        """The instruction's result: ``expression`` is an array (or scalar) of ``kind``, merged under the
-        guard."""
+        """The instruction's result: ``expression`` is an array (or scalar) of ``kind``, merged under the guard."""
         if operand is None:
             self.temp(expression)
             return
@@ -209,6 +206,7 @@ class BlockBuilder:
         self._define_slot(slot, kind, expression)
 
     def _define_slot(self, slot: int, kind: str, expression: str) -> None:
+        self.check_width(slot, kind)
         variable = self.name()
         mask = self.mask()
         if mask != "None":
@@ -325,7 +323,10 @@ class BlockBuilder:
             ins = block.body[index]
             self.ins, self.saw_array = ins, False
             self.rest, self.consumed = block.body[index + 1 :] if registry.lookup(ins).ends is None else [], 0
-            registry.lookup(ins).handler(self, ins)
+            try:
+                registry.lookup(ins).handler(self, ins)
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
+                raise self.unknown("this form of the instruction") from error
             index += 1 + self.consumed
             self.finish_instruction(after[index - 1])
         result = "None"
@@ -362,8 +363,7 @@ class BlockBuilder:
 
 
 class Translation:
-    """A kernel translated: blocks, their Python functions (compiled on first use) and the slot of each
-    register."""
+    """A kernel translated: blocks, their Python functions (compiled on first use) and the slot of each register."""
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
@@ -387,7 +387,8 @@ class Translation:
             "ascontiguous": np.ascontiguousarray,
         }
         self.namespace.update({name: DTYPES[kind] for kind, name in DTYPE_NAMES.items()})
-        self.namespace.update({n: getattr(numerics, n) for n in dir(numerics) if not n.startswith("_")})
+        for module in (numerics, narrow, integers):
+            self.namespace.update({n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")})
         self.sites: list[Site] = []
         self.result: dict[int, str] = {}
         self.features: set[str] = set()

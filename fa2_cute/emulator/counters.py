@@ -76,9 +76,7 @@ class Counters:
         sectors = address >> np.uint64(5)
         pairs = np.stack([t.global_warp.astype(np.uint64), sectors], 1)
         if width > 32:
-            pairs = np.concatenate(
-                [pairs, np.stack([t.global_warp.astype(np.uint64), sectors + np.uint64(1)], 1)]
-            )
+            pairs = np.concatenate([pairs, np.stack([t.global_warp.astype(np.uint64), sectors + np.uint64(1)], 1)])
         entry.sectors += len(np.unique(pairs, axis=0))
         entry.executions += t.warps
         entry.bytes += t.n * width

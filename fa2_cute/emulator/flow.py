@@ -1,5 +1,4 @@
-"""Control flow of a kernel: basic blocks, liveness, and which 64-bit registers hold two packed 32-bit
-values."""
+"""Control flow of a kernel: basic blocks, liveness, and which 64-bit registers hold two packed 32-bit values."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from dataclasses import dataclass, field
 
 from .errors import ParseError, UninitialisedRegister, UnknownInstruction
 from .ops.registry import lookup
-from .ptx import Address, Imm, Instruction, Kernel, Not, Pair, Reg, Symbol, Vec
+from .ptx import Address, Instruction, Kernel, Not, Pair, Reg, Symbol, Vec
 
 
 @dataclass
@@ -117,9 +116,7 @@ def build(kernel: Kernel) -> list[Block]:
         elif ends == "brx":
             table = kernel.branch_tables.get(getattr(ins.operands[-1], "name", None))
             if table is None:
-                raise ParseError(
-                    f"PTX line {ins.line}: no branch table: {ins.text}", line=ins.line, text=ins.text
-                )
+                raise ParseError(f"PTX line {ins.line}: no branch table: {ins.text}", line=ins.line, text=ins.text)
             current.end = "brx"
             links.append((current, [target(ins, Symbol(name)) for name in table]))
         else:
@@ -229,15 +226,3 @@ def packed_registers(kernel: Kernel) -> set[int]:
                 packed.add(dst)
                 changed = True
     return packed
-
-
-__all__ = [
-    "Block",
-    "Imm",
-    "build",
-    "check_initialised",
-    "check_known",
-    "defs_and_uses",
-    "liveness",
-    "packed_registers",
-]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .numerics import FP8_VALUES, canon, f32_to_f16
+from .narrow import FP8_VALUES, f32_to_f16
+from .numerics import canon
 
 
 def accumulate(c: np.ndarray, products: np.ndarray) -> np.ndarray:
@@ -35,8 +36,7 @@ def widen(register: np.ndarray, kind: str, warps: int) -> np.ndarray:
 
 
 def stack(fragments, kind: str, warps: int, row_blocks: int) -> np.ndarray:
-    """Fragments side by side: (warps, fragments * row_blocks * 8, k). Registers run over row blocks, then
-    over k."""
+    """Fragments side by side: (warps, fragments * row_blocks * 8, k). Registers run over row blocks, then over k."""
     count = len(fragments[0])
     depth = count // row_blocks
     row = 8 if kind in ("f16", "bf16") else 16
@@ -56,8 +56,7 @@ def stack(fragments, kind: str, warps: int, row_blocks: int) -> np.ndarray:
 
 
 def multiply(form, a_fragments, b_fragments, pairs, c, warps: int) -> list[np.ndarray]:
-    """D = A B + C for every (A, B) of ``pairs``; ``c`` and the result list the registers of each pair in
-    turn."""
+    """D = A B + C for every (A, B) of ``pairs``; ``c`` and the result list the registers of each pair in turn."""
     a_kind, b_kind, d_kind = form
     na, nb = len(a_fragments), len(b_fragments)
     a = stack(a_fragments, a_kind, warps, 2)
@@ -82,6 +81,4 @@ def multiply(form, a_fragments, b_fragments, pairs, c, warps: int) -> list[np.nd
     packed = np.stack(c).view(np.float16).reshape(len(pairs), 2, warps * 32, 2).astype(np.float32)
     flat = packed.transpose(0, 1, 3, 2).reshape(len(pairs) * 4, warps * 32)
     halves = f32_to_f16(accumulate(flat, tiles)).reshape(len(pairs), 2, 2, warps * 32)
-    return list(
-        np.ascontiguousarray(halves.transpose(0, 1, 3, 2)).view(np.uint32).reshape(len(pairs) * 2, warps * 32)
-    )
+    return list(np.ascontiguousarray(halves.transpose(0, 1, 3, 2)).view(np.uint32).reshape(len(pairs) * 2, warps * 32))

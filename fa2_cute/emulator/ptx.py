@@ -1,5 +1,4 @@
-"""PTX text to plain data: Module, Kernel, Instruction and their operands. Nothing here knows what an opcode
-does."""
+"""PTX text to plain data: Module, Kernel, Instruction and their operands. Nothing here knows what an opcode does."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class Reg:
 
 @dataclass(frozen=True)
 class Imm:
-    """An immediate. ``value`` is an int, or a float for decimal floats; ``bits`` is 32 or 64 for 0f/0d
-    literals."""
+    """An immediate. ``value`` is an int, or a float for decimal floats; ``bits`` is 32 or 64 for 0f/0d literals."""
 
     value: int | float
     bits: int = 0
@@ -148,7 +146,8 @@ class Kernel:
     reqntid: tuple[int, ...] | None = None
     maxntid: tuple[int, ...] | None = None
     line: int = 0
-    translation: object = None
+    ptx: str = field(default="", repr=False)  # the text of the whole module
+    translation: object = field(default=None, repr=False)
 
     @property
     def param_bytes(self) -> int:
@@ -167,16 +166,14 @@ class Module:
         """The only entry of the module; ParseError when there is not exactly one."""
         if len(self.kernels) != 1:
             names = ", ".join(self.kernels) or "none"
-            raise ParseError(
-                f"module.kernel() needs exactly one .entry, this module has {len(self.kernels)}: {names}"
-            )
+            raise ParseError(f"module.kernel() needs exactly one .entry, this module has {len(self.kernels)}: {names}")
         return next(iter(self.kernels.values()))
 
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)\s*")
 _LINE_DIRECTIVE = re.compile(r"\.(loc|file)\b")
-_SPLIT = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
+_SPLIT = re.compile(r"\{[^}]*\}|\([^)]*\)|\[[^\]]*\]|[^,\s][^,]*")
 _INT = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
 _FLOAT = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?$")
 _GUARD = re.compile(r"@(!?)\s*([\w$%]+)\s+")
@@ -191,9 +188,7 @@ _VARIABLE = re.compile(
     r"(?:\.(?:visible|extern|weak|common)\s+)*\.(shared|global|const|local)\s+"
     r"(?:\.align\s+(\d+)\s+)?(?:\.v\d\s+)?\.(\w+)\s+([\w$%]+)\s*((?:\[\d*\])*)"
 )
-_PARAM = re.compile(
-    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s*[\w.\s]*?\s+)?([\w$%]+)\s*(?:\[(\d+)\])?$"
-)
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s*[\w.\s]*?\s+)?([\w$%]+)\s*(?:\[(\d+)\])?$")
 
 
 def parse_int(text: str) -> int:
@@ -278,7 +273,7 @@ class _Body:
 
     def _operand(self, text: str, line: int):
         c = text[0]
-        if c == "{":
+        if c in "{(":
             inner = [t.strip() for t in text[1:-1].split(",")]
             return Vec(tuple(None if t == "_" else self.operand(t, line) for t in inner))
         if c == "[":
@@ -350,7 +345,7 @@ class _Body:
             self.fail(line, text, "cannot parse instruction")
         op, *mods = m.group(1).replace("::", "__").split(".")
         tail = m.group(2)
-        parts = _SPLIT.findall(tail) if ("{" in tail or "[" in tail) else (tail.split(",") if tail else [])
+        parts = _SPLIT.findall(tail) if any(c in tail for c in "{[(") else (tail.split(",") if tail else [])
         operands = [self.operand(p.strip(), line) for p in parts]
         scope = self.scope_ids[-1]
         if scope and op in ("bra", "brx"):
@@ -374,9 +369,7 @@ def parse_variable(text: str, line: int) -> Variable:
     for d in re.findall(r"\[(\d*)\]", dims):
         size = None if d == "" or size is None else size * int(d)
     if "=" in text:
-        raise ParseError(
-            f"PTX line {line}: initialised variables are not supported: {text!r}", line=line, text=text
-        )
+        raise ParseError(f"PTX line {line}: initialised variables are not supported: {text!r}", line=line, text=text)
     return Variable(name, space, size, int(align) if align else unit)
 
 
@@ -385,9 +378,7 @@ def _params(text: str, line: int) -> list[Param]:
     for piece in filter(None, (p.strip() for p in text.split(","))):
         m = _PARAM.match(" ".join(piece.split()))
         if not m or m.group(2) not in TYPE_BYTES:
-            raise ParseError(
-                f"PTX line {line}: cannot parse kernel parameter: {piece!r}", line=line, text=piece
-            )
+            raise ParseError(f"PTX line {line}: cannot parse kernel parameter: {piece!r}", line=line, text=piece)
         unit = TYPE_BYTES[m.group(2)]
         align = int(m.group(1)) if m.group(1) else unit
         size = unit * int(m.group(4)) if m.group(4) else unit
@@ -399,6 +390,7 @@ def _params(text: str, line: int) -> list[Param]:
 
 def parse(text: str) -> Module:
     """Parses a PTX module. ParseError names the line number and the text that was not understood."""
+    source = text
     text = _COMMENT.sub(lambda m: "\n" * m.group(0).count("\n"), text)
     lines = text.split("\n")
     files: dict[int, str] = {}
@@ -440,9 +432,9 @@ def parse(text: str) -> Module:
             var = parse_variable(line.rstrip("; "), number)
             variables[var.name] = var
         else:
-            raise ParseError(
-                f"PTX line {number}: not understood at module scope: {line!r}", line=number, text=line
-            )
+            raise ParseError(f"PTX line {number}: not understood at module scope: {line!r}", line=number, text=line)
+    for kernel in kernels.values():
+        kernel.ptx = source
     return Module(version, target, kernels)
 
 
@@ -453,9 +445,7 @@ def _entry(lines, start, variables, kernels, files) -> int:
         header += lines[i] + "\n"
         i += 1
         if i >= len(lines):
-            raise ParseError(
-                f"PTX line {start + 1}: .entry without a body", line=start + 1, text=lines[start]
-            )
+            raise ParseError(f"PTX line {start + 1}: .entry without a body", line=start + 1, text=lines[start])
     before, after = lines[i].split("{", 1)
     header += before
     m = re.search(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?(.*)$", header, re.S)
@@ -518,7 +508,5 @@ def _entry(lines, start, variables, kernels, files) -> int:
                 body.statement(statement, first)
         i += 1
         if i >= len(lines):
-            raise ParseError(
-                f"PTX line {start + 1}: kernel {kernel.name} is not closed", line=start + 1, text=""
-            )
+            raise ParseError(f"PTX line {start + 1}: kernel {kernel.name} is not closed", line=start + 1, text="")
         rest, number = lines[i], i + 1

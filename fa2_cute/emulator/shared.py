@@ -34,8 +34,7 @@ PENDING = np.uint32(0xF8000000)
 
 
 class SharedMemory:
-    """Data, access and hazard checks for ``blocks`` resident blocks of ``size`` bytes and ``warps`` warps
-    each."""
+    """Data, access and hazard checks for ``blocks`` resident blocks of ``size`` bytes and ``warps`` warps each."""
 
     def __init__(self, machine, blocks: int, size: int, warps: int, features: set[str], checks: bool):
         self.machine, self.blocks, self.size, self.warps = machine, blocks, size, warps
@@ -62,9 +61,7 @@ class SharedMemory:
         self.fine_writer = np.full(total * self.per_row, UNINITIALISED, np.uint32) if narrow else None
         narrow_reads = any(f.startswith("read") and f != "read16" for f in features)
         self.fine_readers = np.zeros((total * self.per_row, warps), np.uint32) if narrow_reads else None
-        self.atomics = (
-            np.zeros((total * self.per_row, warps), np.uint32) if "shared atomic" in features else None
-        )
+        self.atomics = np.zeros((total * self.per_row, warps), np.uint32) if "shared atomic" in features else None
         self.groups = np.zeros(machine.threads, np.int64)
         self.copies: list[list[np.ndarray]] = []
 
@@ -89,8 +86,7 @@ class SharedMemory:
         self.refresh()
 
     def depart(self, block: int, warps: np.ndarray) -> np.ndarray:
-        """Warps arrive at a barrier: returns what they bring to it and advances their clocks (refresh
-        after)."""
+        """Warps arrive at a barrier: returns what they bring to it and advances their clocks (refresh after)."""
         brought = self.seen[block, warps].max(axis=0)
         self.seen[block, warps, warps] += np.uint32(1)
         return brought
@@ -153,8 +149,7 @@ class SharedMemory:
 
     # ---- ldmatrix, stmatrix --------------------------------------------------------------------------------
     def matrix_rows(self, t, site, address):
-        """Row numbers of an ldmatrix/stmatrix as (matrices, warps, 8), and the sub-set that supplied
-        addresses."""
+        """Row numbers of an ldmatrix/stmatrix as (matrices, warps, 8), and the sub-set that supplied addresses."""
         warps = t.whole(site)
         lanes = 8 * site.count
         if lanes < 32:
@@ -166,8 +161,7 @@ class SharedMemory:
         return pos, some, warps
 
     def load_matrix(self, t, site, address):
-        """ldmatrix: lane l supplies the address of row l % 8 of matrix l // 8; lane 4g + i receives words of
-        row g."""
+        """ldmatrix: lane l supplies the address of row l % 8 of matrix l // 8; lane 4g + i receives words of row g."""
         pos, some, warps = self.matrix_rows(t, site, address)
         if self.checks:
             self.check_read(some, site, pos, 16, some.warp, some.limit, some.clock)
@@ -225,8 +219,7 @@ class SharedMemory:
                 self.judge(t, site, pos + k * self.granule, min(width, self.granule), fine, code, reading)
 
     def judge(self, t, site, pos, width, some, code, reading):
-        """Raises for the first of the accesses ``some`` that its last writer (``code``) is not ordered
-        before."""
+        """Raises for the first of the accesses ``some`` that its last writer (``code``) is not ordered before."""
         block, me = t.cta[some], t.warp[some]
         fresh = code == UNINITIALISED
         pending = (code >= PENDING) & ~fresh
@@ -268,9 +261,7 @@ class SharedMemory:
         for k in range(max(width // self.granule, 1)):
             clocks = table.take(pos // self.granule + k, axis=0)
             if (clocks >= t.full_clock[:, None]).any():
-                self.check_exact(
-                    t, site, clocks, pos + k * self.granule, min(width, self.granule), error, what
-                )
+                self.check_exact(t, site, clocks, pos + k * self.granule, min(width, self.granule), error, what)
 
     def check_exact(self, t, site, clocks, pos, width, error, what):
         """Raises if a recorded clock is above what the accessing warp has seen."""
@@ -322,8 +313,7 @@ class SharedMemory:
             self.writer[wide] = NARROW
 
     def check_duplicates(self, t, site, pos, width, winner, order, values):
-        """Two lanes writing the same bytes in one instruction: a race unless they are of one warp and
-        agree."""
+        """Two lanes writing the same bytes in one instruction: a race unless they are of one warp and agree."""
         lost = winner != order
         if not lost.any():
             return
@@ -350,8 +340,7 @@ class SharedMemory:
 
     # ---- cp.async ------------------------------------------------------------------------------------------
     def issue_copy(self, t, site, pos, width):
-        """Marks the destination as being filled; the copy may land at any time until the issuing thread
-        waits."""
+        """Marks the destination as being filled; the copy may land at any time until the issuing thread waits."""
         self.check_write(t, site, pos, width, PENDING | t.warp.astype(np.uint32))
         if width == 16:
             self.copies.append([t.threads, pos >> 4, self.groups[t.threads], np.zeros(t.n, bool)])
@@ -366,8 +355,7 @@ class SharedMemory:
             self.groups[t.threads] += 1
 
     def wait(self, t, left) -> None:
-        """cp.async.wait_group N (None: wait_all): copies of all but the last N groups of these threads have
-        landed."""
+        """cp.async.wait_group N (None: wait_all): copies of all but the last N groups of these threads have landed."""
         if not self.checks:
             return
         threads = t.threads

@@ -45,16 +45,12 @@ class Tensor:
                 raise ArgumentError(f"tensor {self.name!r}: writable=True, but the numpy array is read-only")
         elif hasattr(a, "data_ptr") and hasattr(a, "element_size"):
             if getattr(a, "device", None) is not None and a.device.type != "cpu":
-                raise ArgumentError(
-                    f"tensor {self.name!r} is on {a.device}; the emulator works on CPU tensors"
-                )
+                raise ArgumentError(f"tensor {self.name!r} is on {a.device}; the emulator works on CPU tensors")
             self.pointer, self.itemsize = a.data_ptr(), a.element_size()
             self.shape = tuple(a.shape)
             self.byte_strides = tuple(s * self.itemsize for s in a.stride())
         else:
-            raise ArgumentError(
-                f"tensor {self.name!r}: need a numpy array or a torch tensor, got {type(a).__name__}"
-            )
+            raise ArgumentError(f"tensor {self.name!r}: need a numpy array or a torch tensor, got {type(a).__name__}")
         for what, dims in (("extents", self.extents), ("strides", self.strides)):
             for d in dims:
                 if not 0 <= d < len(self.shape):
@@ -63,22 +59,17 @@ class Tensor:
                     )
 
     def pack(self) -> bytes:
-        """The parameter struct: pointer, dynamic extents as i32, dynamic strides (elements) as i64,
-        aligned."""
+        """The parameter struct: pointer, dynamic extents as i32, dynamic strides (elements) as i64, aligned."""
         out = bytearray(int(self.pointer).to_bytes(8, "little"))
         for d in self.extents:
             if self.shape[d] >= 2**31:
-                raise ArgumentError(
-                    f"tensor {self.name!r}: extent {self.shape[d]} of dimension {d} exceeds 31 bits"
-                )
+                raise ArgumentError(f"tensor {self.name!r}: extent {self.shape[d]} of dimension {d} exceeds 31 bits")
             out += int(self.shape[d]).to_bytes(4, "little", signed=True)
         if self.strides:
             out += bytes(-len(out) % 8)
         for d in self.strides:
             if self.byte_strides[d] % self.itemsize:
-                raise ArgumentError(
-                    f"tensor {self.name!r}: stride of dimension {d} is not a whole number of elements"
-                )
+                raise ArgumentError(f"tensor {self.name!r}: stride of dimension {d} is not a whole number of elements")
             out += (self.byte_strides[d] // self.itemsize).to_bytes(8, "little", signed=True)
         out += bytes(-len(out) % (8 if self.extents or self.strides else 1))
         return bytes(out)
@@ -89,9 +80,7 @@ class Region:
 
     def __init__(self, tensor: Tensor, number: int):
         self.tensor, self.number, self.name, self.writable = tensor, number, tensor.name, tensor.writable
-        dims = [
-            (abs(s), n) for s, n in zip(tensor.byte_strides, tensor.shape, strict=True) if n > 1 and s != 0
-        ]
+        dims = [(abs(s), n) for s, n in zip(tensor.byte_strides, tensor.shape, strict=True) if n > 1 and s != 0]
         self.empty = any(n == 0 for n in tensor.shape)
         low = sum(s * (n - 1) for s, n in zip(tensor.byte_strides, tensor.shape, strict=True) if s < 0)
         self.low = tensor.pointer + (0 if self.empty else low)
@@ -126,9 +115,7 @@ class Region:
         """Which bytes hold elements, for views whose dimensions interleave."""
         span = self.span
         if span > 1 << 28:
-            raise ArgumentError(
-                f"tensor {self.name!r}: overlapping strides over more than 256 MiB are not supported"
-            )
+            raise ArgumentError(f"tensor {self.name!r}: overlapping strides over more than 256 MiB are not supported")
         bitmap = np.zeros(span, bool)
         offsets = np.zeros(1, np.int64)
         for stride, n in dims:
@@ -185,8 +172,7 @@ class GlobalMemory:
         self.regions = [r for r in (Region(t, i) for i, t in enumerate(tensors)) if not r.empty]
 
     def find(self, t, site, address, width, write):
-        """Splits an access by region: list of (region, positions or None for all). Raises if a lane hits
-        none."""
+        """Splits an access by region: list of (region, positions or None for all). Raises if a lane hits none."""
         if (address & np.uint64(width - 1)).any():
             i = int(np.flatnonzero(address & np.uint64(width - 1))[0])
             self.machine.fail(
@@ -242,9 +228,7 @@ class GlobalMemory:
     def out_of_bounds(self, t, site, address, width, i, write):
         """Raises OutOfBoundsGlobal for position i."""
         a = int(address[i])
-        nearest = min(
-            self.regions, key=lambda r: max(r.low - a, a + width - (r.low + r.span), 0), default=None
-        )
+        nearest = min(self.regions, key=lambda r: max(r.low - a, a + width - (r.low + r.span), 0), default=None)
         if nearest is None:
             where = "outside every tensor"
         elif a < nearest.low:

@@ -11,9 +11,7 @@ from . import layouts
 
 
 @cute.jit
-def load_rows(
-    copy: cute.TiledCopy, tidx: Int32, mX: cute.Tensor, sX: cute.Tensor, first_row: Int32, length: Int32
-):
+def load_rows(copy: cute.TiledCopy, tidx: Int32, mX: cute.Tensor, sX: cute.Tensor, first_row: Int32, length: Int32):
     """cp.async rows ``first_row ...`` of mX (len, head_dim) into sX (rows, head_dim); past the end, the last row again.
 
     The copies stand for rows that do not exist: scores against them are masked, so all that matters is that nothing
@@ -64,13 +62,12 @@ def load_first_tile(ring: Ring, block: Int32, key_len: Int32):
 
 @cute.jit
 def load_next_tile(ring: Ring, slot: Int32):
-    """The next tile, all of whose rows exist, into ``slot``.
+    """The tile at the cursor, all of whose rows exist, into ``slot``.
 
     Addresses are a 64-bit cursor plus a constant times a 32-bit count of 16-byte chunks: one wide multiply-add each,
     right for rows up to 2^34 elements apart.
     """
     tXsX = ring.copy.get_slice(ring.tidx).partition_D(ring.sX)
-    tile_n, _ = flat_shape(ring.sX)
     rows_a_pass = ring.copy.size // layouts.LANES_A_ROW
     row_bytes = Int64(ring.row_chunks) * layouts.VECTOR_BYTES
     for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
@@ -81,7 +78,13 @@ def load_next_tile(ring: Ring, slot: Int32):
             )
             vector = cute.make_tensor(pointer, cute.make_layout((tXsX.shape[0],)))
             cute.copy(ring.copy, vector, tXsX[None, i, j, slot])
-    ring.cursor[0] = ring.cursor[0] - row_bytes * tile_n
+
+
+@cute.jit
+def advance(ring: Ring):
+    """Move the cursor to the tile before; past the first tile it points nowhere and must not be used."""
+    tile_n, _ = flat_shape(ring.sX)
+    ring.cursor[0] = ring.cursor[0] - Int64(ring.row_chunks) * layouts.VECTOR_BYTES * tile_n
 
 
 def flat_shape(sX: cute.Tensor) -> tuple[int, int]:
@@ -147,6 +150,4 @@ def store_rows(
             row = first_row + tXcX[0, r, 0][0]
             if row < length:
                 for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
-                    cute.copy(
-                        to_global, tXrX[None, r, j], row_vector(mX, row, tXcX[0, r, j][1], tXsX.shape[0])
-                    )
+                    cute.copy(to_global, tXrX[None, r, j], row_vector(mX, row, tXcX[0, r, j][1], tXsX.shape[0]))

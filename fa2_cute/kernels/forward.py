@@ -10,12 +10,14 @@ tiles in shared memory; per key tile there is one wait and one barrier:
     P = exp2(S c - m c)     O rescaled where m rises
     O += P V(t)
 
-Which reference m is subtracted is a choice, exact either way (see softmax.py). ``reference="trailing"`` follows the row
-maximum in every tile. ``reference="first"`` follows it until every row has seen a key, and then keeps it: the loop that
-remains has no maximum, no vote and no branch, and the compiler overlaps exponentials and MMAs freely. Should
-a later score be so much larger that anything overflows, the block finds a number that is not finite at its end and does
-all its tiles again following the maximum.
+Which reference m is subtracted is a choice, exact either way (kernels/softmax.py). ``reference="trailing"`` follows the
+row maximum in every tile. ``reference="first"`` takes it once for each row, in the steps that also mask; the loop that
+remains has no maximum, no vote and no branch, and the compiler overlaps exponentials and MMAs freely. Should a later
+score be so much larger that anything overflows, the block finds out at its end, makes a pass over K alone for the true
+maxima and computes everything again with those.
 """
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -23,12 +25,29 @@ from cutlass import Boolean, Float32, Int32
 
 from ..spec import ForwardSpec
 from . import layouts, mask, products, schedule, softmax
-from .copies import Ring, load_first_tile, load_next_tile, load_rows, make_ring, negate_own, store_rows
+from .copies import Ring, advance, load_first_tile, load_next_tile, load_rows, make_ring, negate_own, store_rows
 from .products import accumulator_rows
 
 # A scale of zero (or one that ex2.ftz would flush) becomes the smallest normal number: every product of finite scores
 # with it vanishes beside 1, and -inf times it stays -inf, where -inf times 0 would be NaN.
 SMALLEST_SCALE = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One thread's part of a block's query rows while it walks over the keys.
+
+    acc_O: unnormalised output. scale: c, positive. slot: (1,), the ring slot of the current key block.
+    """
+
+    operands: products.Products
+    ring_K: Ring
+    ring_V: Ring
+    visible: mask.Visibility
+    state: softmax.SoftmaxState
+    acc_O: cute.Tensor
+    scale: Float32
+    slot: cute.Tensor
 
 
 class Forward:
@@ -93,18 +112,14 @@ class Forward:
         tidx, _, _ = cute.arch.thread_idx()
         query_len, key_len = mQ.shape[1], mK.shape[1]
         first_row = m_block * tile_m
-        unmasked, n_end, referenced = schedule.key_range(
-            first_row, query_len, key_len, tile_m, tile_n, spec.causal
-        )
+        unmasked, n_end, referenced = schedule.key_range(first_row, query_len, key_len, tile_m, tile_n, spec.causal)
 
         mQ_head = mQ[b, None, head, None]  # (query_len, head_dim)
         mO_head = mO[b, None, head, None]
         mLSE_head = mLSE[b, head, None]  # (query_len,)
 
         smem = cutlass.memory.SmemAllocator()
-        sQ = smem.allocate_tensor(
-            self.dtype, layouts.smem_layout(self.dtype, tile_m, head_dim), byte_alignment=1024
-        )
+        sQ = smem.allocate_tensor(self.dtype, layouts.smem_layout(self.dtype, tile_m, head_dim), byte_alignment=1024)
         ring = layouts.smem_layout(self.dtype, tile_n, head_dim, stages)
         sK = smem.allocate_tensor(self.dtype, ring, byte_alignment=1024)  # (tile_n, head_dim, stages)
         sV = smem.allocate_tensor(self.dtype, ring, byte_alignment=1024)
@@ -112,56 +127,35 @@ class Forward:
 
         tiled_mma = products.make_tiled_mma(self.dtype, spec.warps)
         thr_mma = tiled_mma.get_slice(tidx)
-        operands = products.partition(tiled_mma, tidx, sQ, sK, sVt)
         copy = layouts.async_row_copy(self.dtype, spec.threads)
-        ring_K = make_ring(copy, tidx, mK[b, None, kv_head, None], sK)
-        ring_V = make_ring(copy, tidx, mV[b, None, kv_head, None], sV)
-        visible = mask.Visibility(first_row, query_len, key_len, thr_mma, spec.causal)
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, head_dim)), Float32)
-        state = softmax.allocate(cute.size(accumulator_rows(acc_O).shape[0]))
         scale = cute.arch.fmax(cute.arch.fmax(scale_log2, -scale_log2), Float32(SMALLEST_SCALE))
-
+        rows = Rows(
+            operands=products.partition(tiled_mma, tidx, sQ, sK, sVt),
+            ring_K=make_ring(copy, tidx, mK[b, None, kv_head, None], sK),
+            ring_V=make_ring(copy, tidx, mV[b, None, kv_head, None], sV),
+            visible=mask.Visibility(first_row, query_len, key_len, thr_mma, spec.causal),
+            state=softmax.allocate(cute.size(accumulator_rows(acc_O).shape[0])),
+            acc_O=acc_O,
+            scale=scale,
+            slot=cute.make_rmem_tensor(1, Int32),
+        )
         if n_end > 0:
-            load_rows(
-                copy, tidx, mQ_head, sQ, first_row, query_len
-            )  # lands with the first group of the rings
+            load_rows(copy, tidx, mQ_head, sQ, first_row, query_len)  # lands with the first group of the rings
             if scale_log2 < 0.0:  # the row maximum belongs to the largest score only if c is positive
                 cute.arch.cp_async_commit_group()
                 cute.arch.cp_async_wait_group(0)
                 negate_own(copy, tidx, sQ)
-        # Steps that mask and follow the row maximum.
-        following = n_end - (referenced if cutlass.const_expr(spec.reference == "first") else unmasked)
-        again = Boolean(True)
-        while again:
-            acc_O.fill(0.0)
-            softmax.reset(state)
-            self.start_rings(ring_K, ring_V, n_end, key_len)
-            slot = Int32(0)
-            for t in cutlass.range(following, unroll=1):
-                slot = self.attend(
-                    operands, ring_K, ring_V, visible, state, acc_O, scale, slot, n_end - 1 - t, True, True
-                )
-            for t in cutlass.range(following, n_end, unroll=1):
-                slot = self.attend(
-                    operands,
-                    ring_K,
-                    ring_V,
-                    visible,
-                    state,
-                    acc_O,
-                    scale,
-                    slot,
-                    n_end - 1 - t,
-                    False,
-                    spec.reference == "trailing",
-                )
-            again = Boolean(False)
-            if cutlass.const_expr(spec.reference == "first"):
-                if following < n_end:
-                    again = block_any(~softmax.is_sound(state, acc_O))
-                    following = n_end
+        softmax.reset(rows.state)
+        if cutlass.const_expr(spec.reference == "trailing"):
+            softmax.clear(rows.state, acc_O)
+            self.start(rows, n_end)
+            self.steps(rows, n_end, unmasked, True, "trail")
+            self.steps(rows, unmasked, Int32(0), False, "trail")
+        else:
+            self.attend_with_first_reference(rows, n_end, referenced)
 
-        row_lse = softmax.finish(state, acc_O, scale)
+        row_lse = softmax.finish(rows.state, acc_O, scale)
         store_rows(acc_O, tiled_mma, sQ, mO_head, tidx, first_row, query_len, self.dtype)
         cO = accumulator_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, head_dim))))
         if tidx % 4 == 0:  # one of the four lanes of a row
@@ -171,61 +165,92 @@ class Forward:
                     mLSE_head[row] = row_lse[r]
 
     @cute.jit
-    def start_rings(self, ring_K: Ring, ring_V: Ring, n_end: Int32, key_len: Int32):
+    def attend_with_first_reference(self, rows: Rows, n_end: Int32, referenced: Int32):
+        """All steps with ``reference="first"``: key blocks from ``referenced`` on give every row its reference."""
+        careful = referenced  # key blocks from here on are masked, and rows without a reference take one
+        exact = Boolean(False)  # the references are the true maxima
+        again = Boolean(True)
+        while again:
+            softmax.clear(rows.state, rows.acc_O)
+            self.start(rows, n_end)
+            self.steps(rows, n_end, careful, True, "take")
+            self.steps(rows, careful, Int32(0), False, "keep")
+            again = Boolean(False)
+            if ~exact:
+                again = block_any(~softmax.is_sound(rows.state, rows.acc_O, rows.scale, careful > 0))
+                if again:
+                    softmax.reset(rows.state)
+                    self.start(rows, n_end)
+                    self.steps(rows, n_end, Int32(0), True, "track")
+                    softmax.settle_maximum(rows.state, rows.scale)
+                    cute.arch.sync_threads()  # the last K tile is read: its slot is free
+                careful = Int32(0)
+                exact = Boolean(True)
+
+    @cute.jit
+    def start(self, rows: Rows, n_end: Int32):
         """Load the first stages - 1 key blocks below n_end; only the very first can reach past the end.
 
         Step t works on key block n_end - 1 - t, which lives in slot t % stages and was loaded by cp.async group t.
         Every step commits one group, even an empty one, so that the number of open groups is always known.
         """
         stages = cutlass.const_expr(self.spec.stages)
+        rows.slot[0] = Int32(0)
         if n_end > 0:
-            load_first_tile(ring_K, n_end - 1, key_len)
-            load_first_tile(ring_V, n_end - 1, key_len)
+            load_first_tile(rows.ring_K, n_end - 1, rows.visible.key_len)
+            load_first_tile(rows.ring_V, n_end - 1, rows.visible.key_len)
         cute.arch.cp_async_commit_group()
         for t in cutlass.range_constexpr(1, stages - 1):
             if t < n_end:
-                load_next_tile(ring_K, Int32(t))
-                load_next_tile(ring_V, Int32(t))
+                load_next_tile(rows.ring_K, Int32(t))
+                load_next_tile(rows.ring_V, Int32(t))
+            advance(rows.ring_K)
+            advance(rows.ring_V)
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def attend(
-        self,
-        operands: products.Products,
-        ring_K: Ring,
-        ring_V: Ring,
-        visible: mask.Visibility,
-        state: softmax.SoftmaxState,
-        acc_O: cute.Tensor,
-        scale: Float32,
-        slot: Int32,
-        n_block: Int32,
-        masked: cutlass.Constexpr,
-        follow_maximum: cutlass.Constexpr,
-    ) -> Int32:
-        """Attend to key block ``n_block`` in ring slot ``slot``; returns the slot of the next."""
+    def steps(self, rows: Rows, end: Int32, begin: Int32, masked: cutlass.Constexpr, reference: cutlass.Constexpr):
+        """Key blocks end - 1 down to begin, one step each."""
+        for n_block in cutlass.range(end - 1, begin - 1, -1, unroll=1):
+            self.step(rows, n_block, masked, reference)
+
+    @cute.jit
+    def step(self, rows: Rows, n_block: Int32, masked: cutlass.Constexpr, reference: cutlass.Constexpr):
+        """Attend to key block ``n_block``.
+
+        reference: "trail" follows the row maximum, "take" gives rows without a reference one, "keep" leaves them all,
+        "track" only looks for the maxima.
+        """
         spec = cutlass.const_expr(self.spec)
+        slot = rows.slot[0]
         cute.arch.cp_async_wait_group(spec.stages - 2)
         cute.arch.sync_threads()  # K, V (and Q) of all threads visible; all warps past the previous step: its slot is free
 
-        thr_mma = operands.tiled_mma.get_slice(ring_K.tidx)
+        thr_mma = rows.visible.thr_mma
         acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((spec.tile_m, spec.tile_n)), Float32)
-        products.multiply_QK(operands, slot, acc_S)
+        products.multiply_QK(rows.operands, slot, acc_S)
         # Behind the first MMAs, not ahead of them: the addresses are computed while the tensor cores work.
         if n_block >= spec.stages - 1:
             free = slot - 1 if slot > 0 else Int32(spec.stages - 1)
-            load_next_tile(ring_K, free)
-            load_next_tile(ring_V, free)
+            load_next_tile(rows.ring_K, free)
+            load_next_tile(rows.ring_V, free)
+        advance(rows.ring_K)
+        advance(rows.ring_V)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(masked):
-            mask.hide(visible, acc_S, n_block, spec.tile_m, spec.tile_n)
-        if cutlass.const_expr(follow_maximum):
-            softmax.follow_maximum(state, acc_S, acc_O, scale)
-        softmax.exponentiate(state, acc_S, scale)
-        rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
-        rP.store(acc_S.load().to(self.dtype))
-        products.multiply_PV(operands, slot, rP, acc_O)
-        return slot + 1 if slot < spec.stages - 1 else Int32(0)
+            mask.hide(rows.visible, acc_S, n_block, spec.tile_m, spec.tile_n)
+        if cutlass.const_expr(reference == "track"):
+            softmax.track_maximum(rows.state, acc_S)
+        else:
+            if cutlass.const_expr(reference == "trail"):
+                softmax.follow_maximum(rows.state, acc_S, rows.acc_O, rows.scale)
+            elif cutlass.const_expr(reference == "take"):
+                softmax.take_reference(rows.state, acc_S, rows.scale)
+            softmax.exponentiate(rows.state, acc_S, rows.scale)
+            rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
+            rP.store(acc_S.load().to(self.dtype))
+            products.multiply_PV(rows.operands, slot, rP, rows.acc_O)
+        rows.slot[0] = slot + 1 if slot < spec.stages - 1 else Int32(0)
 
 
 @cute.jit

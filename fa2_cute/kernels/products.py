@@ -39,9 +39,7 @@ def make_tiled_mma(dtype: type[cutlass.Numeric], warps: int) -> cute.TiledMma:
     )
 
 
-def partition(
-    tiled_mma: cute.TiledMma, tidx: Int32, sQ: cute.Tensor, sK: cute.Tensor, sVt: cute.Tensor
-) -> Products:
+def partition(tiled_mma: cute.TiledMma, tidx: Int32, sQ: cute.Tensor, sK: cute.Tensor, sVt: cute.Tensor) -> Products:
     """sQ (tile_m, head_dim), sK (tile_n, head_dim, stages), sVt (head_dim, tile_n, stages)."""
     thr_mma = tiled_mma.get_slice(tidx)
     atom, atom_transposed = (

@@ -1,10 +1,14 @@
 """Online softmax in base 2, one state a query row (FlashAttention-2, Dao 2023, section 3.1; Milakov & Gimelshein 2018).
 
 A row's probabilities are kept relative to a reference ``m`` that need not be the true maximum: any reference gives the
-same quotient, as long as nothing overflows and the largest probability does not underflow. So m trails the maximum: it
-is raised only when a score exceeds it by more than ``RESCALE_SLACK`` powers of two, which saves the reduction over the
-four lanes of a row and the rescaling of O in almost every tile (``follow_maximum``). Or m is not followed at all for a
-while and ``is_sound`` tells afterwards whether that was right.
+same quotient, as long as nothing overflows and the largest probability does not underflow. Two ways to choose it:
+
+trailing    m follows the row maximum, but is raised only when a score exceeds it by more than ``RESCALE_SLACK`` powers
+            of two: ``follow_maximum``. That saves the reduction over the four lanes of a row and the rescaling of O in
+            almost every tile.
+first       m is the maximum of the first tile in which the row sees a key, and stays: ``take_reference``. Whether that
+            was right ``is_sound`` tells at the end; if not, ``track_maximum`` finds the true maximum in a pass of its
+            own (``settle_maximum``) and all is computed again with it.
 """
 
 from dataclasses import dataclass
@@ -45,8 +49,8 @@ class SoftmaxState:
     """The running state of one thread's rows, in registers; each (rows,) float32.
 
     row_ref       reference maximum m of the raw scores, the same on the row's four lanes; -inf: no key seen yet
-    row_limit     raw score above which m is looked at again: m + RESCALE_SLACK / c, or -inf (always, see FUSED_LIMIT)
-    row_offset    what is subtracted from x * c: m * c, or 0 where m is -inf or where x comes as x - m
+    row_limit     raw score above which follow_maximum looks at m again: m + RESCALE_SLACK / c, or -inf: always
+    row_offset    what is subtracted from x * c: m * c, or 0 where m is -inf or where x comes as x - m (FUSED_LIMIT)
     row_sum       this lane's share of the sum of exp2((x - m) * c)
     """
 
@@ -63,11 +67,17 @@ def allocate(rows: int) -> SoftmaxState:
 
 @cute.jit
 def reset(state: SoftmaxState):
-    """No row has seen a key."""
+    """No row has a reference."""
     state.row_ref.fill(-Float32.inf)
     state.row_limit.fill(-Float32.inf)
     state.row_offset.fill(0.0)
+
+
+@cute.jit
+def clear(state: SoftmaxState, acc_O: cute.Tensor):
+    """Begin the sums and the output, with whatever references there are."""
     state.row_sum.fill(0.0)
+    acc_O.fill(0.0)
 
 
 @cute.jit
@@ -89,15 +99,63 @@ def follow_maximum(state: SoftmaxState, acc_S: cute.Tensor, acc_O: cute.Tensor, 
 
 
 @cute.jit
+def take_reference(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32):
+    """Give the rows that have no reference yet, and so neither sum nor output, the maximum of this tile.
+
+    Every lane of the warp must call it. Scores of rows beyond FUSED_LIMIT become x - m.
+    """
+    rS = accumulator_rows(acc_S)
+    rows = cute.size(rS.shape[0])
+    missing = Boolean(False)
+    for r in cutlass.range_constexpr(rows):
+        missing = missing | (state.row_ref[r] == -Float32.inf)
+    if cute.arch.vote_any_sync(missing):
+        cute.arch.sync_warp()  # keeps this a branch
+        for r in cutlass.range_constexpr(rows):
+            best = quad_max(_max_of(rS, r))
+            state.row_ref[r] = best if state.row_ref[r] == -Float32.inf else state.row_ref[r]
+            state.row_offset[r] = _offset_and_shift(state.row_ref[r], scale_log2)[0]
+    for r in cutlass.range_constexpr(rows):
+        shift = _offset_and_shift(state.row_ref[r], scale_log2)[1]
+        for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
+            rS[r, c] = rS[r, c] - shift
+
+
+def _offset_and_shift(ref: Float32, scale_log2: Float32) -> tuple[Float32, Float32]:
+    """What to subtract after and before scaling a score relative to ``ref``."""
+    offset = ref * scale_log2
+    seen = ref != -Float32.inf
+    fused = cute.arch.fmax(offset, -offset) < FUSED_LIMIT
+    return (
+        cutlass.select_(fused, offset, Float32(0.0)),
+        cutlass.select_(seen & ~fused, ref, Float32(0.0)),
+    )
+
+
+@cute.jit
+def track_maximum(state: SoftmaxState, acc_S: cute.Tensor):
+    """Raise the references to this lane's maximum of the tile; ``settle_maximum`` makes them those of the rows."""
+    rS = accumulator_rows(acc_S)
+    for r in cutlass.range_constexpr(cute.size(rS.shape[0])):
+        state.row_ref[r] = cute.arch.fmax(state.row_ref[r], _max_of(rS, r))
+
+
+@cute.jit
+def settle_maximum(state: SoftmaxState, scale_log2: Float32):
+    """Take the maxima of ``track_maximum`` as references. Every lane of the warp must call it."""
+    for r in cutlass.range_constexpr(cute.size(state.row_ref)):
+        state.row_ref[r] = quad_max(state.row_ref[r])
+        state.row_offset[r] = _offset_and_shift(state.row_ref[r], scale_log2)[0]
+
+
+@cute.jit
 def exponentiate(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32):
     """Turn scores into probabilities relative to the reference, in place, and add them to the row sums."""
     rS = accumulator_rows(acc_S)
     for r in cutlass.range_constexpr(cute.size(rS.shape[0])):
         total = state.row_sum[r]
         for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
-            rS[r, c] = cute.math.exp2(
-                cute.math.fma(rS[r, c], scale_log2, -state.row_offset[r]), fastmath=True
-            )
+            rS[r, c] = cute.math.exp2(cute.math.fma(rS[r, c], scale_log2, -state.row_offset[r]), fastmath=True)
             total = total + rS[r, c]
         state.row_sum[r] = total
 
@@ -129,11 +187,12 @@ def _raise_reference(
 
 
 @cute.jit
-def is_sound(state: SoftmaxState, acc_O: cute.Tensor) -> Boolean:
-    """Whether a reference that was not followed to the end has served this thread's rows.
+def is_sound(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32, kept: Boolean) -> Boolean:
+    """Whether references that were taken once have served this thread's rows to the end.
 
-    It has not where a probability, a sum or an output is too large or NaN, and where the reference was none to begin
-    with: rows beyond FUSED_LIMIT, whose scores must come as x - m, and rows whose scores were all -inf so far.
+    They have not where a sum or an output is too large or NaN. Where there were tiles that only ``kept`` them, they
+    also have not in rows beyond FUSED_LIMIT, whose scores must come as x - m, and in rows that had only scores of -inf
+    to take one from.
     """
     rO = accumulator_rows(acc_O)
     sound = Boolean(True)
@@ -141,9 +200,9 @@ def is_sound(state: SoftmaxState, acc_O: cute.Tensor) -> Boolean:
         zero = Float32(0.0)
         for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
             zero = cute.math.fma(rO[r, c], Float32(0.0), zero)  # NaN if any is not finite
-        sound = (
-            sound & (zero == 0.0) & (state.row_sum[r] < LARGEST_SUM) & (state.row_limit[r] != -Float32.inf)
-        )
+        offset = state.row_ref[r] * scale_log2
+        fused = cute.arch.fmax(offset, -offset) < FUSED_LIMIT
+        sound = sound & (zero == 0.0) & (state.row_sum[r] < LARGEST_SUM) & (fused | ~kept)
     return sound
 
 

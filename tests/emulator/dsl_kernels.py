@@ -1,5 +1,4 @@
-"""Two small CuTe DSL kernels, compiled to PTX: a vector addition and a 16-bit GEMM fed by cp.async and
-ldmatrix."""
+"""Two small CuTe DSL kernels, compiled to PTX: a vector addition and a 16-bit GEMM fed by cp.async and ldmatrix."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ def add(mA: cute.Tensor, mB: cute.Tensor, mC: cute.Tensor, stream):
 
 
 class Gemm:
-    """C (m, n) float32 = A (m, k) B (n, k)^T for whole tiles, two stages; ``swizzled`` chooses the shared
-    layout."""
+    """C (m, n) float32 = A (m, k) B (n, k)^T for whole tiles, two stages; ``swizzled`` chooses the shared layout."""
 
     def __init__(self, dtype, swizzled: bool):
         self.dtype, self.swizzled = dtype, swizzled
@@ -112,18 +110,14 @@ def compile_ptx(function, *args) -> str:
     """PTX for sm_120a, with line information."""
     with tempfile.TemporaryDirectory(prefix="fa2_cute-") as dump:
         options = f"--enable-tvm-ffi --gpu-arch sm_120a --generate-line-info --keep-ptx --dump-dir {dump}"
-        compiled = cute.compile(
-            function, *args, make_fake_stream(use_tvm_ffi_env_stream=True), options=options
-        )
+        compiled = cute.compile(function, *args, make_fake_stream(use_tvm_ffi_env_stream=True), options=options)
     return compiled.artifacts.PTX
 
 
 @functools.cache
 def add_ptx() -> str:
     """The vector addition on float32 (n,) tensors."""
-    vectors = [
-        make_fake_tensor(cutlass.Float32, (cute.sym_int32(),), (1,), assumed_align=4) for _ in range(3)
-    ]
+    vectors = [make_fake_tensor(cutlass.Float32, (cute.sym_int32(),), (1,), assumed_align=4) for _ in range(3)]
     return compile_ptx(add, *vectors)
 
 
@@ -134,8 +128,6 @@ def gemm_ptx(kind: str, swizzled: bool = True) -> str:
 
     def matrix(element, divisibility):
         shape = (cute.sym_int32(divisibility=TILE), cute.sym_int32(divisibility=TILE))
-        return make_fake_tensor(
-            element, shape, (cute.sym_int64(divisibility=divisibility), 1), assumed_align=16
-        )
+        return make_fake_tensor(element, shape, (cute.sym_int64(divisibility=divisibility), 1), assumed_align=16)
 
     return compile_ptx(Gemm(dtype, swizzled), matrix(dtype, 8), matrix(dtype, 8), matrix(cutlass.Float32, 1))

@@ -1,5 +1,4 @@
-"""Operand vectors biased to the edges: powers of two and their neighbours, extremes, NaN, infinities,
-subnormals."""
+"""Operand vectors biased to the edges: powers of two and their neighbours, extremes, NaN, infinities, subnormals."""
 
 from __future__ import annotations
 
@@ -23,12 +22,7 @@ def ints(dtype):
             info.max - 1,
             info.min,
             info.min + 1,
-            *(
-                v
-                for k in range(info.bits)
-                for v in ((1 << k) - 1, 1 << k, -(1 << k))
-                if info.min <= v <= info.max
-            ),
+            *(v for k in range(info.bits) for v in ((1 << k) - 1, 1 << k, -(1 << k)) if info.min <= v <= info.max),
         }
     )
     element = st.one_of(st.sampled_from(edges), st.integers(info.min, info.max))

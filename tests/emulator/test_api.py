@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -34,8 +36,7 @@ ret;
 
 
 def test_tensor_struct_and_scalars():
-    """The parameter struct of a DSL tensor: pointer, extents as i32, strides as i64 at their natural
-    alignment."""
+    """The parameter struct of a DSL tensor: pointer, extents as i32, strides as i64 at their natural alignment."""
     x = torch.zeros(7, 6, 5, 8, dtype=torch.bfloat16)[:, ::2, 1:]
     out = np.zeros(6, np.uint64)
     kernel = load(STRUCT).kernels["k"]
@@ -129,8 +130,7 @@ def test_three_dimensional_indices():
 def test_progress_and_interruption():
     seen = []
     body = (
-        "mov.u32 %r1, %ctaid.x; mad.wide.u32 %rd10, %r1, 4, %rd0; setp.eq.u32 %p1, %r1, 0; "
-        "st.global.u32 [%rd10], %r1;"
+        "mov.u32 %r1, %ctaid.x; mad.wide.u32 %rd10, %r1, 4, %rd0; setp.eq.u32 %p1, %r1, 0; st.global.u32 [%rd10], %r1;"
     )
     blocks = 1000
     out = np.zeros(blocks, np.uint32)
@@ -274,3 +274,9 @@ def test_errors_share_one_base():
     for cls in vars(errors).values():
         if isinstance(cls, type) and issubclass(cls, Exception):
             assert issubclass(cls, EmulatorError)
+
+
+def test_importing_needs_neither_torch_nor_the_compiler():
+    code = "import sys, fa2_cute.emulator; print([m for m in ('torch', 'cutlass') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

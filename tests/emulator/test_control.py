@@ -17,8 +17,7 @@ SCHEDULES = ["lowest", "reversed", 3]
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_block_that_is_not_whole_warps(schedule):
-    """48 threads: the second warp has 16 lanes, which meet barriers and shuffles with the absent ones
-    named."""
+    """48 threads: the second warp has 16 lanes, which meet barriers and shuffles with the absent ones named."""
     out = np.zeros(48, np.uint32)
     body = """mov.u32 %r1, %tid.x; mov.u32 %r2, smem; mad.lo.u32 %r3, %r1, 4, %r2;
     st.shared.u32 [%r3], %r1; bar.sync 0;
@@ -35,10 +34,7 @@ def test_a_block_that_is_not_whole_warps(schedule):
 
 
 def test_warp_barrier():
-    half = (
-        "mov.u32 %r1, %laneid; setp.lt.u32 %p1, %r1, 16; @%p1 bra A; bra B; A: bar.warp.sync {}; B: "
-        "mov.u32 %r2, 0;"
-    )
+    half = "mov.u32 %r1, %laneid; setp.lt.u32 %p1, %r1, 16; @%p1 bra A; bra B; A: bar.warp.sync {}; B: mov.u32 %r2, 0;"
     run(half.format("0xffff"), [np.zeros(1)], block=64)
     run("bar.warp.sync 0xffffffff;", [np.zeros(1)], block=64)
     with pytest.raises(errors.PartialWarp, match="names lanes"):
@@ -67,9 +63,7 @@ def test_lane_masks():
     out = np.zeros((32, 5), np.uint32)
     names = ["eq", "lt", "le", "gt", "ge"]
     body = "mov.u32 %r1, %laneid; mad.wide.u32 %rd10, %r1, 20, %rd0;"
-    body += "".join(
-        f"mov.u32 %r2, %lanemask_{n}; st.global.u32 [%rd10+{4 * i}], %r2;" for i, n in enumerate(names)
-    )
+    body += "".join(f"mov.u32 %r2, %lanemask_{n}; st.global.u32 [%rd10+{4 * i}], %r2;" for i, n in enumerate(names))
     run(body, [out])
     for lane, row in enumerate(out.tolist()):
         below = (1 << lane) - 1
@@ -94,8 +88,7 @@ def test_deadlock_report_names_everybody():
 
 
 def test_producer_and_consumer_over_named_barriers():
-    """Warp 0 fills two buffers in turn, warp 1 empties them: full and empty barriers, ten rounds, no false
-    alarm."""
+    """Warp 0 fills two buffers in turn, warp 1 empties them: full and empty barriers, ten rounds, no false alarm."""
     out = np.zeros((10, 32), np.uint32)
     body = """mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 31; mov.u32 %r3, smem; mad.lo.u32 %r4, %r2, 4, %r3;
     xor.b32 %r5, %r2, 7; mad.lo.u32 %r5, %r5, 4, %r3; mov.u32 %r6, 0; setp.ge.u32 %p1, %r1, 32;
@@ -154,14 +147,11 @@ def test_shared_memory_wavefronts():
 
 
 def test_global_sectors():
-    """A warp reading 4-byte words touches 4 sectors when they are neighbours, 32 when they are 32 bytes
-    apart."""
+    """A warp reading 4-byte words touches 4 sectors when they are neighbours, 32 when they are 32 bytes apart."""
     data = np.zeros(1 << 12, np.uint32)
     start = -data.__array_interface__["data"][0] // 4 % 8
     for stride, sectors in ((1, 4), (2, 8), (8, 32), (0, 1)):
-        body = (
-            f"mov.u32 %r1, %laneid; mad.wide.u32 %rd10, %r1, {4 * stride}, %rd0; ld.global.u32 %r2, [%rd10];"
-        )
+        body = f"mov.u32 %r1, %laneid; mad.wide.u32 %rd10, %r1, {4 * stride}, %rd0; ld.global.u32 %r2, [%rd10];"
         counters = run(body, [data[start:]], counters=True).counters
         (load,) = counters.lines.values()
         assert (load.sectors, load.bytes, load.executions) == (sectors, 128, 1)

@@ -44,9 +44,7 @@ def test_between_integers(source, data):
         for v, g in zip(values, outs[i].tolist(), strict=True):
             w = min(max(v, info.min), info.max) if i >= 8 else v
             register = np.iinfo(container(dtype)).bits
-            small = (w & (1 << info.bits) - 1) - (
-                (1 << info.bits) if info.min < 0 and w >> info.bits - 1 & 1 else 0
-            )
+            small = (w & (1 << info.bits) - 1) - ((1 << info.bits) if info.min < 0 and w >> info.bits - 1 & 1 else 0)
             assert g & (1 << register) - 1 == small & (1 << register) - 1, (name, v)
 
 
@@ -139,9 +137,7 @@ FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 @pytest.mark.parametrize("fmt", FP8)
 def test_every_fp8_code_widens(fmt):
     codes = np.arange(256, dtype=np.uint16) | np.arange(255, -1, -1, dtype=np.uint16) << 8
-    a, b = elementwise(
-        f"cvt.rn.f16x2.{fmt}x2 %o0, %a0; cvt.rn.bf16x2.{fmt}x2 %o1, %a0;", [codes], [np.uint32] * 2
-    )
+    a, b = elementwise(f"cvt.rn.f16x2.{fmt}x2 %o0, %a0; cvt.rn.bf16x2.{fmt}x2 %o1, %a0;", [codes], [np.uint32] * 2)
     want = torch.arange(256, dtype=torch.uint8).view(FP8[fmt]).double().numpy()
     for out, kind in ((a, "f16"), (b, "bf16")):
         assert same(value16((out & 0xFFFF).astype(np.uint16), kind), want)

@@ -21,8 +21,7 @@ def test_vector_add():
     x, y = np.random.default_rng(0).standard_normal((2, n)).astype(np.float32)
     out = np.full(n + 1, -1, np.float32)
     tensors = [
-        Tensor(a, name, extents=(0,), writable=name == "out")
-        for a, name in ((x, "x"), (y, "y"), (out[:n], "out"))
+        Tensor(a, name, extents=(0,), writable=name == "out") for a, name in ((x, "x"), (y, "y"), (out[:n], "out"))
     ]
     launch(load(add_ptx()).kernel(), -(-n // THREADS), THREADS, tensors)
     assert (out[:n] == x + y).all()
@@ -90,19 +89,14 @@ def test_a_matrix_that_is_too_small():
 
 
 def test_bank_conflicts_of_a_plain_and_a_swizzled_layout():
-    """Rows of 128 bytes: the 8 rows of an ldmatrix matrix meet in the same 4 banks unless the layout is
-    swizzled."""
+    """Rows of 128 bytes: the 8 rows of an ldmatrix matrix meet in the same 4 banks unless the layout is swizzled."""
     conflicts = {}
     for swizzled in (True, False):
         a, b, c = operands("bfloat16", 64, 64, 128)
         stats = gemm(gemm_ptx("bfloat16", swizzled), a, b, c, counters=True)
         loads = [line for line in stats.counters.lines.values() if line.text.startswith("ldmatrix")]
-        assert (
-            sum(line.executions for line in loads) == 4 * (128 // 16) * 4
-        )  # warps, k steps, x4 loads of A and B
-        assert all(
-            line.ideal == 4 * line.executions and line.source[0].endswith("dsl_kernels.py") for line in loads
-        )
+        assert sum(line.executions for line in loads) == 4 * (128 // 16) * 4  # warps, k steps, x4 loads of A and B
+        assert all(line.ideal == 4 * line.executions and line.source[0].endswith("dsl_kernels.py") for line in loads)
         conflicts[swizzled] = [line.wavefronts / line.ideal for line in loads]
         assert stats.counters.read == {"a": 64 * 128 * 2, "b": 64 * 128 * 2}
         assert stats.counters.written == {"c": 64 * 64 * 4}

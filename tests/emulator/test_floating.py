@@ -1,5 +1,4 @@
-"""Floating-point instructions against exact rational arithmetic, or float64 functions for the approximate
-ones."""
+"""Floating-point instructions against exact rational arithmetic, or float64 functions for the approximate ones."""
 
 from __future__ import annotations
 
@@ -51,9 +50,7 @@ def exact(op, values, fmt, mode="rn"):
 def check32(got, want):
     """float32 results bit for bit, NaN canonical."""
     want = np.array(want, np.float64).astype(F32)
-    assert same(got, want), [
-        (i, g, w) for i, (g, w) in enumerate(zip(got, want, strict=True)) if not same(g, w)
-    ][:4]
+    assert same(got, want), [(i, g, w) for i, (g, w) in enumerate(zip(got, want, strict=True)) if not same(g, w)][:4]
     assert (got.view(np.uint32)[np.isnan(got)] == CANONICAL).all()
 
 
@@ -79,21 +76,15 @@ def test_packed_f32x2(a, b, c, d):
     for lane, (x, y) in enumerate(((a, c), (b, d))):
         sums = [exact("add", [float(p), float(q)], "f32") for p, q in zip(x, y, strict=True)]
         check32(out[lane], sums)
-        fused = [
-            exact("fma", [float(p), float(q), float(s)], "f32")
-            for p, q, s in zip(x, y, out[lane], strict=True)
-        ]
+        fused = [exact("fma", [float(p), float(q), float(s)], "f32") for p, q, s in zip(x, y, out[lane], strict=True)]
         check32(out[2 + lane], fused)
         check32(out[4 + lane], [exact("mul", [float(p), float(q)], "f32") for p, q in zip(x, y, strict=True)])
-    packed = out[4].view(np.uint32).astype(np.uint64) | out[5].view(np.uint32).astype(np.uint64) << np.uint64(
-        32
-    )
+    packed = out[4].view(np.uint32).astype(np.uint64) | out[5].view(np.uint32).astype(np.uint64) << np.uint64(32)
     assert (out[6] == packed + np.uint64(1)).all()
 
 
 def test_fma_rounds_once():
-    """Regression: the float64 sum of this product and addend lies exactly between two float32 after
-    rounding."""
+    """Regression: the float64 sum of this product and addend lies exactly between two float32 after rounding."""
     a = np.array([1 + 2**-12], F32)
     c = np.array([2.0**-60], F32)
     (got,) = elementwise("fma.rn.f32 %o0, %a0, %a0, %a1;", [a, c], [F32])
@@ -116,9 +107,9 @@ def test_ftz_and_saturation(a, b):
     out = elementwise(text, [a, b], [F32] * 4)
     x, y = flushed(a), flushed(b)
     for got, op, values in ((out[0], "add", (x, y)), (out[1], "mul", (x, y)), (out[3], "fma", (x, y, x))):
-        want = np.array(
-            [exact(op, [float(v[i]) for v in values], "f32") for i in range(len(a))], np.float64
-        ).astype(F32)
+        want = np.array([exact(op, [float(v[i]) for v in values], "f32") for i in range(len(a))], np.float64).astype(
+            F32
+        )
         check32(got, flushed(want))
     total = np.array([exact("add", [float(p), float(q)], "f32") for p, q in zip(a, b, strict=True)])
     assert same(out[2], np.where(np.isnan(total), 0.0, np.clip(total, 0, 1)).astype(F32) + F32(0))
@@ -261,8 +252,7 @@ def decode(got, fmt):
 def test_half_arithmetic(fmt, a, b, c):
     text = "".join(f"{op}.rn.{fmt} %o{i}, %a0, %a1;\n" for i, op in enumerate(("add", "sub", "mul")))
     text += (
-        f"fma.rn.{fmt} %o3, %a0, %a1, %a2; max.{fmt} %o4, %a0, %a1; min.NaN.{fmt} %o5, %a0, %a1; "
-        f"neg.{fmt} %o6, %a0;"
+        f"fma.rn.{fmt} %o3, %a0, %a1, %a2; max.{fmt} %o4, %a0, %a1; min.NaN.{fmt} %o5, %a0, %a1; neg.{fmt} %o6, %a0;"
     )
     text += f"mov.b32 %r60, {{%a0, %a1}}; mov.b32 %r61, {{%a1, %a2}}; fma.rn.{fmt}x2 %o7, %r60, %r61, %r60;"
     text += f"fma.rn.relu.{fmt} %o8, %a0, %a1, %a2;"
@@ -271,9 +261,7 @@ def test_half_arithmetic(fmt, a, b, c):
 
     def check(got, wants):
         for g, w in zip(decode(got, fmt).tolist(), wants, strict=True):
-            assert (math.isnan(g) and math.isnan(w)) or (
-                g == w and math.copysign(1, g) == math.copysign(1, w)
-            )
+            assert (math.isnan(g) and math.isnan(w)) or (g == w and math.copysign(1, g) == math.copysign(1, w))
 
     for got, op in zip(out[:3], ("add", "sub", "mul"), strict=True):
         check(got, [exact(op, [p, q], fmt) for p, q in zip(x, y, strict=True)])
@@ -287,9 +275,7 @@ def test_half_arithmetic(fmt, a, b, c):
     check(out[5], [math.nan if math.isnan(sum(map(abs, p))) and any(map(math.isnan, p)) else min(p, key=order)
                    for p in zip(x, y, strict=True)])  # fmt: skip
     assert (out[6] == a ^ np.uint16(0x8000)).all()
-    check(
-        (out[7] & 0xFFFF).astype(np.uint16), [exact("fma", [p, q, p], fmt) for p, q in zip(x, y, strict=True)]
-    )
+    check((out[7] & 0xFFFF).astype(np.uint16), [exact("fma", [p, q, p], fmt) for p, q in zip(x, y, strict=True)])
     check((out[7] >> 16).astype(np.uint16), [exact("fma", [q, r, q], fmt) for q, r in zip(y, z, strict=True)])
     check(out[8], [v if math.isnan(v) or v > 0 else 0.0 for v in fused])
 

@@ -1,5 +1,4 @@
-"""A planted fault for every hazard class, beside the clean kernel that raises nothing, under several
-schedules."""
+"""A planted fault for every hazard class, beside the clean kernel that raises nothing, under several schedules."""
 
 from __future__ import annotations
 
@@ -311,7 +310,23 @@ def test_uninitialised_register():
 
 def test_unknown_instruction_before_anything_runs():
     data = np.zeros(64, np.uint32)
-    for bad in ("frobnicate.b32 %r20, %r1;", "add.frob.u32 %r20, %r1, 1;", "wmma.load.a.sync %r1, [%rd0];"):
+    unknown = (
+        "frobnicate.b32 %r20, %r1;",
+        "add.frob.u32 %r20, %r1, 1;",
+        "wmma.load.a.sync %r1, [%rd0];",
+        "vote.all.pred %p1, 1;",
+        "add.u32 %r20, %r1;",
+        "add.u32 %rd20, %r1, 1;",
+        "add.u32 %r20, %rd50, 1;",
+        "mov.b64 %r20, 5;",
+        "barrier.cluster.arrive;",
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.f16.f32 {%r1, %r1, %r1, %r1}, {%r1, %r1, %r1, %r1}, {%r1, %r1}, "
+        "{%r1, %r1, %r1, %r1};",
+        "cp.async.cg.shared.global [%r4], [%rd53], 8;",
+        "cp.async.bulk.shared.global [%r4], [%rd53], 16, [%r2];",
+        "call foo, (%r1);",
+    )
+    for bad in unknown:
         with pytest.raises(errors.UnknownInstruction) as caught:
             go(f"st.global.u32 [%rd51], %r1;\n{bad}", tensors=[data])
         assert not data.any()
@@ -374,9 +389,7 @@ def test_transitive_order_through_a_third_warp():
     for schedule in SCHEDULES:
         go(body.format(middle="@%p2 bar.arrive 2, 64;"), schedule, block=96)
     # warp 1 arrives at the second barrier before it meets warp 0: then nothing is passed on
-    early = body.replace("@%p1 bar.arrive 1, 64;", "@%p2 bar.arrive 2, 64; @%p1 bar.arrive 1, 64;").format(
-        middle=""
-    )
+    early = body.replace("@%p1 bar.arrive 1, 64;", "@%p2 bar.arrive 2, 64; @%p1 bar.arrive 1, 64;").format(middle="")
     for schedule in SCHEDULES:
         with pytest.raises((errors.SharedRace, errors.UninitialisedSharedRead)):
             go(early, schedule, block=96)

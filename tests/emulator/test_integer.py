@@ -66,9 +66,7 @@ def test_wide_products(kind, data):
     dtype = DTYPES[kind]
     wide = DTYPES[kind[0] + str(2 * int(kind[1:]))]
     a, b, c = data.draw(ints(dtype)), data.draw(ints(dtype)), data.draw(ints(wide))
-    p, m = elementwise(
-        f"mul.wide.{kind} %o0, %a0, %a1;\nmad.wide.{kind} %o1, %a0, %a1, %a2;", [a, b, c], [wide, wide]
-    )
+    p, m = elementwise(f"mul.wide.{kind} %o0, %a0, %a1;\nmad.wide.{kind} %o1, %a0, %a1, %a2;", [a, b, c], [wide, wide])
     for x, y, z, gp, gm in zip(a, b, c, p, m, strict=True):
         assert int(gp) == wrap(int(x) * int(y), wide)
         assert int(gm) == wrap(int(x) * int(y) + int(z), wide)
@@ -189,14 +187,9 @@ def test_bit_fields(bits, data):
     u, s = DTYPES[f"u{bits}"], DTYPES[f"s{bits}"]
     a, b = data.draw(ints(u)), data.draw(ints(u))
     start, length = data.draw(ints(np.uint32)) % np.uint32(70), data.draw(ints(np.uint32)) % np.uint32(70)
-    text = (
-        f"bfe.u{bits} %o0, %a0, %a2, %a3; bfe.s{bits} %o1, %a0, %a2, %a3; bfi.b{bits} %o2, %a0, %a1, "
-        f"%a2, %a3;"
-    )
+    text = f"bfe.u{bits} %o0, %a0, %a2, %a3; bfe.s{bits} %o1, %a0, %a2, %a3; bfi.b{bits} %o2, %a0, %a1, %a2, %a3;"
     out = elementwise(text, [a, b, start, length], [u, s, u])
-    for i, (x, y, p, n) in enumerate(
-        zip(a.tolist(), b.tolist(), start.tolist(), length.tolist(), strict=True)
-    ):
+    for i, (x, y, p, n) in enumerate(zip(a.tolist(), b.tolist(), start.tolist(), length.tolist(), strict=True)):
         sign = 0 if n == 0 else x >> min(p + n - 1, bits - 1) & 1
         unsigned = sum((x >> p + k & 1) << k for k in range(bits) if k < n and p + k < bits)
         signed = unsigned | sum(sign << k for k in range(bits) if not (k < n and p + k < bits))
@@ -228,10 +221,7 @@ def test_compare_and_select(kind, data):
     text = "".join(f"setp.{op}.{kind} %o{i}, %a0, %a1;\n" for i, op in enumerate(COMPARE))
     bits = np.iinfo(dtype).bits
     text += f"setp.lt.and.{kind} %o6|%o7, %a0, %a1, %a2; setp.lt.or.{kind} %o8, %a0, %a1, !%a2;\n"
-    text += (
-        f"setp.lt.xor.{kind} %o9, %a0, %a1, %a2; selp.b{bits} %o10, %a0, %a1, %a2; setp.lo.u{bits} "
-        f"%o11, %a0, %a1;"
-    )
+    text += f"setp.lt.xor.{kind} %o9, %a0, %a1, %a2; selp.b{bits} %o10, %a0, %a1, %a2; setp.lo.u{bits} %o11, %a0, %a1;"
     out = elementwise(text, [a, b, c], [bool] * 10 + [dtype, bool])
     less = a < b
     for i, op in enumerate(COMPARE):

@@ -29,8 +29,7 @@ def test_round_trips(space, vector, bits):
     value = f"{{{', '.join(names)}}}" if vector > 1 else names[0]
     tail = (f".v{vector}" if vector > 1 else "") + f".b{bits}"
     body = (
-        f"mov.u32 %r1, %tid.x; mul.wide.u32 %rd10, %r1, {size}; add.u64 %rd11, %rd0, %rd10; add.u64 "
-        f"%rd12, %rd1, %rd10;"
+        f"mov.u32 %r1, %tid.x; mul.wide.u32 %rd10, %r1, {size}; add.u64 %rd11, %rd0, %rd10; add.u64 %rd12, %rd1, %rd10;"
     )
     body += f"ld.global.nc.L1::no_allocate.L2::128B{tail} {value}, [%rd11];\n"
     through = {
@@ -129,9 +128,7 @@ def test_atomics(op, space):
     dtype, reduce = ATOMICS[op]
     rng = np.random.default_rng(5)
     values = (
-        rng.integers(0, 1000, 64).astype(dtype)
-        if dtype == np.float32
-        else rng.integers(0, 2**31 - 1, 64).astype(dtype)
+        rng.integers(0, 1000, 64).astype(dtype) if dtype == np.float32 else rng.integers(0, 2**31 - 1, 64).astype(dtype)
     )
     start = values[0]
     total, old = np.array([start], dtype), np.zeros(64, dtype)
@@ -142,9 +139,7 @@ def test_atomics(op, space):
     add.u64 %rd12, %rd2, %rd10;
     ld.global.b{bits} {r}40, [%rd11]; setp.eq.u32 %p1, %r1, 0;"""
     if space == "global":
-        body = (
-            f"{common} atom.relaxed.gpu.global.{op} {r}41, [%rd1], {r}40; st.global.b{bits} [%rd12], {r}41;"
-        )
+        body = f"{common} atom.relaxed.gpu.global.{op} {r}41, [%rd1], {r}40; st.global.b{bits} [%rd12], {r}41;"
     else:
         body = f"""{common} ld.global.b{bits} {r}42, [%rd1]; @%p1 st.shared.b{bits} [smem], {r}42; bar.sync 0;
         atom.shared.{op} {r}41, [smem], {r}40; st.global.b{bits} [%rd12], {r}41; bar.sync 0;
@@ -232,9 +227,7 @@ def test_overlapping_strides():
     assert (gather(window, 4, 32) == base[:32]).all()
     with pytest.raises(errors.OutOfBoundsGlobal):
         gather(window, 8, 32)
-    gaps = np.lib.stride_tricks.as_strided(
-        base, (3, 4), (20, 8)
-    )  # 0 2 4 6 | 5 7 9 11 | 10 12 14 16: never 1 or 3
+    gaps = np.lib.stride_tricks.as_strided(base, (3, 4), (20, 8))  # 0 2 4 6 | 5 7 9 11 | 10 12 14 16: never 1 or 3
     with pytest.raises(errors.OutOfBoundsGlobal, match="gap"):
         gather(gaps, 4, 32)
 

@@ -1,5 +1,4 @@
-"""mma.sync, ldmatrix and stmatrix against float64 products of matrices laid out by the rules of the PTX
-ISA."""
+"""mma.sync, ldmatrix and stmatrix against float64 products of matrices laid out by the rules of the PTX ISA."""
 
 from __future__ import annotations
 
@@ -67,9 +66,7 @@ def test_mma(case, seed, scale):
     ra, rb = registers(a_raw, size, 2), registers(b_raw, size, 1)
     c_bytes = c.view(np.uint8).reshape(16, 8, c.itemsize)
     if d_kind == "f32":  # lane 4g + i: columns 2i, 2i + 1 of row g, then of row g + 8
-        rc = np.stack(
-            [np.stack([c[g // 4 + 8 * h, g % 4 * 2 : g % 4 * 2 + 2] for h in (0, 1)]) for g in range(32)]
-        )
+        rc = np.stack([np.stack([c[g // 4 + 8 * h, g % 4 * 2 : g % 4 * 2 + 2] for h in (0, 1)]) for g in range(32)])
         rc = rc.reshape(32, 4).view(np.uint32)
     else:
         rc = registers(c_bytes, 2, 2)
@@ -102,15 +99,12 @@ def test_mma(case, seed, scale):
     # k + 1 float32 additions, each off by at most half an ulp of the sum of magnitudes; then the result's
     # own rounding
     bound = (np.abs(a) @ np.abs(bt).T + np.abs(c.astype(np.float64))) * (k + 1) * 2.0**-24
-    bound += np.abs(want) * (2.0**-11 if d_kind == "f16" else 2.0**-24) + (
-        2.0**-25 if d_kind == "f16" else 2.0**-149
-    )
+    bound += np.abs(want) * (2.0**-11 if d_kind == "f16" else 2.0**-24) + (2.0**-25 if d_kind == "f16" else 2.0**-149)
     assert (np.abs(got.astype(np.float64) - want) <= bound).all()
 
 
 def test_runs_of_mma_equal_single_ones():
-    """Grouping must not change results: shared fragments, chains and in-place accumulators, in one block or
-    apart."""
+    """Grouping must not change results: shared fragments, chains and in-place accumulators, in one block or apart."""
     rng = np.random.default_rng(3)
     data = rng.standard_normal((40, 32, 2)).astype(np.float16).view(np.uint32).reshape(40, 32)
     data[16:] = rng.standard_normal((24, 32)).astype(np.float32).view(np.uint32)
@@ -137,8 +131,7 @@ def test_runs_of_mma_equal_single_ones():
         ]
         for x, y, d, c in order:
             code += (
-                f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {acc[d]}, {a[x]}, {b[y]}, "
-                f"{acc[c]};\n{separator}\n"
+                f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {acc[d]}, {a[x]}, {b[y]}, {acc[c]};\n{separator}\n"
             )
         code += "add.u64 %rd12, %rd1, %rd10;\n"
         return code + "".join(f"st.global.u32 [%rd12+{128 * i}], %r{26 + i};\n" for i in range(24))

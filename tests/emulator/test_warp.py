@@ -32,10 +32,7 @@ def shuffled(mode, values, lane, b, c):
 @given(values=words(), b=words(), width=st.sampled_from([32, 16, 8, 4, 2]), fixed=st.integers(0, 31))
 def test_shuffle(mode, values, b, width, fixed):
     c = (32 - width) << 8 | (0 if mode == "up" else 31)
-    text = (
-        f"shfl.sync.{mode}.b32 %o0|%o1, %a0, %a1, {c}, -1; shfl.sync.{mode}.b32 %o2, %a0, {fixed}, "
-        f"{c}, 0xffffffff;"
-    )
+    text = f"shfl.sync.{mode}.b32 %o0|%o1, %a0, %a1, {c}, -1; shfl.sync.{mode}.b32 %o2, %a0, {fixed}, {c}, 0xffffffff;"
     moved, valid, constant = elementwise(text, [values, b], [np.uint32, bool, np.uint32])
     for i in range(LANES):
         warp = values[i // 32 * 32 :][:32].tolist()

@@ -165,8 +165,7 @@ def packed(g, ins, to, source, mode, flags):
 
 @instruction("cvta")
 def cvta(g, ins):
-    """cvta{.to}.space: shared and local addresses live in windows of the generic space, global ones are
-    themselves."""
+    """cvta{.to}.space: shared and local addresses live in windows of the generic space, global ones are themselves."""
     dst, a = ins.operands
     to, space = (
         "to" in ins.mods,
@@ -177,7 +176,7 @@ def cvta(g, ins):
         sign = "-" if to else "+"
         if dst.width != 8:
             raise g.unknown("cvta with 32-bit addresses")
-        return g.define(dst, "u64", f"{g.use(a, 'u64')} {sign} U64(m.window({space[:5]!r}))")
+        return g.define(dst, "u64", f"{g.use(a, 'u64')} {sign} U64(m.spaces.window({space[:5]!r}))")
     if g.copy(dst, a):
         return None
     return g.define(dst, kind, g.use(a, kind))
@@ -188,4 +187,4 @@ def isspacep(g, ins):
     space = ins.mods[0].split("__")[0]
     if space not in ("shared", "local", "global"):
         raise g.unknown(f"space .{space} of isspacep")
-    g.define(ins.operands[0], "pred", f"m.in_space({g.use(ins.operands[1], 'u64')}, {space!r})")
+    g.define(ins.operands[0], "pred", f"m.spaces.in_space({g.use(ins.operands[1], 'u64')}, {space!r})")

@@ -1,5 +1,4 @@
-"""Floating-point arithmetic: f32, f64, packed f32x2, f16 and bf16 scalars and pairs, and the approximate
-functions."""
+"""Floating-point arithmetic: f32, f64, packed f32x2, f16 and bf16 scalars and pairs, and the approximate functions."""
 
 from __future__ import annotations
 

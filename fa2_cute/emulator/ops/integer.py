@@ -41,29 +41,16 @@ def int_kind(g, ins) -> str:
 
 @instruction("mov")
 def mov(g, ins):
-    g.only(
-        "b16",
-        "u16",
-        "s16",
-        "b32",
-        "u32",
-        "s32",
-        "f32",
-        "b64",
-        "u64",
-        "s64",
-        "f64",
-        "pred",
-        "f16",
-        "bf16",
-        "f16x2",
-    )
+    if len(ins.mods) != 1:
+        raise g.unknown("this form of mov")
     dst, src = ins.operands
     kind = KINDS[ins.mods[0]]
     if isinstance(dst, Vec):
         return unpack(g, dst, src, kind)
     if isinstance(src, Vec):
         return pack(g, dst, src, kind)
+    if len(g.slots(dst)) == 1:
+        g.check_width(g.slots(dst)[0], kind)
     if g.copy(dst, src):
         return None
     if isinstance(src, Special):
@@ -379,8 +366,7 @@ def slct(g, ins):
 
 
 def comparison(g, ins):
-    """The bool expression of a setp/set instruction: compare, then combine with the optional third
-    operand."""
+    """The bool expression of a setp/set instruction: compare, then combine with the optional third operand."""
     mods = [m for m in ins.mods if m != "ftz"]
     kind = KINDS[mods[-1]]
     op = mods[0]
@@ -443,9 +429,7 @@ def setp_packed(g, ins):
     dst, a, b = ins.operands
     x, y = g.temp(f"halves({g.array(a, 'u32')})"), g.temp(f"halves({g.array(b, 'u32')})")
     for i, target in enumerate((dst.first, dst.second)):
-        g.define(
-            target, "pred", f"compare({op!r}, half_values({x}[{i}], {fmt!r}), half_values({y}[{i}], {fmt!r}))"
-        )
+        g.define(target, "pred", f"compare({op!r}, half_values({x}[{i}], {fmt!r}), half_values({y}[{i}], {fmt!r}))")
 
 
 @instruction("set", maskable=False)
@@ -456,6 +440,4 @@ def set_value(g, ins):
     value = comparison(g, shadow)
     if out == "f32":
         return g.define(ins.operands[0], "f32", f"where({value}, F32(1), F32(0))")
-    return g.define(
-        ins.operands[0], KINDS[out], f"where({value}, ~{KINDS[out].upper()}(0), {KINDS[out].upper()}(0))"
-    )
+    return g.define(ins.operands[0], KINDS[out], f"where({value}, ~{KINDS[out].upper()}(0), {KINDS[out].upper()}(0))")

@@ -96,10 +96,10 @@ def ld(g, ins):
     call = {
         "global": "m.global_memory.load",
         "shared": "m.shared.load",
-        "local": "m.local_load",
-        "param": "m.param_load",
+        "local": "m.spaces.local_load",
+        "param": "m.spaces.param_load",
         "const": "m.global_memory.load",
-        "generic": "m.generic_load",
+        "generic": "m.spaces.generic_load",
     }[space]
     if space in ("shared", "generic"):
         g.translation.features.update((f"shared{width * vector}", f"read{width * vector}"))
@@ -140,18 +140,15 @@ def st(g, ins):
             values.append(read_int(g, item, f"u{8 * width}"))
         else:
             values.append(g.array(item, f"u{8 * width}"))
-    call = {"global": "m.global_memory.store", "shared": "m.shared.store", "local": "m.local_store",
-            "generic": "m.generic_store"}.get(space)  # fmt: skip
+    call = {"global": "m.global_memory.store", "shared": "m.shared.store", "local": "m.spaces.local_store",
+            "generic": "m.spaces.generic_store"}.get(space)  # fmt: skip
     if call is None:
         raise g.unknown(f"space .{space} of st")
     if space in ("shared", "generic"):
         g.translation.features.add(f"shared{width * vector}")
     if space in ("global", "generic"):
         g.translation.features.add(f"global{width * vector}")
-    g.emit(
-        f"{call}(t, {g.site(offset=offset, width=width, count=vector)}, {base}, [{', '.join(values)}], "
-        f"{g.mask()})"
-    )
+    g.emit(f"{call}(t, {g.site(offset=offset, width=width, count=vector)}, {base}, [{', '.join(values)}], {g.mask()})")
 
 
 @instruction("cp.async.ca", "cp.async.cg", destinations=0)
@@ -180,14 +177,12 @@ def cp_async(g, ins):
     source_size = "None"
     if rest:
         if isinstance(rest[0], Reg) and rest[0].width == 0:
-            source_size = g.temp(
-                f"where({g.array(rest[0], 'pred')}, U32(0), U32({size.value}))"
-            )  # ignore-src
+            source_size = g.temp(f"where({g.array(rest[0], 'pred')}, U32(0), U32({size.value}))")  # ignore-src
         elif not (isinstance(rest[0], Imm) and rest[0].value == size.value):
             source_size = g.array(rest[0], "u32")
     g.translation.features.update((f"shared{size.value}", "cp.async"))
     site = g.site(offset=dst_offset, source_offset=src_offset, width=size.value)
-    g.emit(f"m.copy_async(t, {site}, {dst}, {src}, {source_size}, {g.mask()})")
+    g.emit(f"m.spaces.copy_async(t, {site}, {dst}, {src}, {source_size}, {g.mask()})")
 
 
 @instruction("cp.async.commit_group", destinations=0, maskable=False)
@@ -276,6 +271,6 @@ def atomic(g, ins, dst, operands):
         g.translation.features.update((f"shared{width}", "shared atomic"))
     site = g.site(offset=offset, width=width, count=1, op_name=op, kind=kind, space=space)
     g.saw_array = True
-    old = g.temp(f"m.atomic(t, {site}, {base}, [{', '.join(values)}], {g.mask()})")
+    old = g.temp(f"m.spaces.atomic(t, {site}, {base}, [{', '.join(values)}], {g.mask()})")
     if dst is not None:
         g.define(dst, f"u{8 * width}", old)

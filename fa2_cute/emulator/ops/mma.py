@@ -1,5 +1,4 @@
-"""mma.sync on 16-bit and 8-bit floats. A run of mma instructions becomes one call when their operands allow
-it."""
+"""mma.sync on 16-bit and 8-bit floats. A run of mma instructions becomes one call when their operands allow it."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def mma(g, ins):
     key = g.namespace(f"pairs{len(g.translation.sites)}", tuple(pairs))
     site = g.site(count=len(group))
     result = g.temp(
-        f"t.mma({site}, {form!r}, [{', '.join(a_frag)}], [{', '.join(b_frag)}], {key}, "
-        f"[{', '.join(c_names)}])"
+        f"t.mma({site}, {form!r}, [{', '.join(a_frag)}], [{', '.join(b_frag)}], {key}, [{', '.join(c_names)}])"
     )
     g.saw_array = True
     position = 0

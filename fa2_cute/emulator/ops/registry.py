@@ -46,9 +46,7 @@ def lookup(ins) -> Op | None:
         if found is not None:
             return found
         if len(ins.mods) > 1:
-            found = _TABLE.get(f"{ins.op}.{ins.mods[0]}.{ins.mods[1]}") or _TABLE.get(
-                f"{ins.op}.{ins.mods[1]}"
-            )
+            found = _TABLE.get(f"{ins.op}.{ins.mods[0]}.{ins.mods[1]}")
             if found is not None:
                 return found
     return _TABLE.get(ins.op)

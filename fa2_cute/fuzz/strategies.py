@@ -1,9 +1,11 @@
 """What a call can vary, as hypothesis strategies named after what they mean; each shrinks to the plainest."""
 
-from cases import DTYPES, LAYOUTS, VALUES, Case
 from hypothesis import strategies as st
 
-from fa2_cute import arch, tiling
+from .. import arch, tiling
+from .cases import DTYPES, Case
+from .layouts import LAYOUTS
+from .values import NEED_POSITIVE_SCALE, VALUES
 
 PRIMES = (2, 3, 5, 7, 17, 31, 61, 97, 131, 193, 257)
 MOST_TILES = 24  # tiles of work in one case: a few tenths of a second in the emulator
@@ -19,18 +21,12 @@ def tile_edges(limit: int) -> list[int]:
 def lengths(limit: int = 260) -> st.SearchStrategy[int]:
     """Sequence lengths: 1, tile edges plus and minus one, primes, and anything between."""
     primes = [prime for prime in PRIMES if prime <= limit]
-    return st.one_of(
-        st.just(1), st.sampled_from(tile_edges(limit)), st.sampled_from(primes), st.integers(1, limit)
-    )
+    return st.one_of(st.integers(1, limit), st.sampled_from(tile_edges(limit)), st.sampled_from(primes), st.just(1))
 
 
-def lengths_or_nothing(limit: int = 260) -> st.SearchStrategy[int]:
-    """The same, and length 0."""
-    return st.one_of(lengths(limit), st.just(0))
-
-
-#: (query heads, KV heads): equal, grouped, one KV head for all, and ratios that are no power of two.
-head_counts = st.sampled_from([(1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 2), (5, 5), (8, 1)])
+#: (query heads, KV heads): equal, grouped, one KV head for all, ratios that are no power of two, and numbers of heads
+#: that leave blocks of a group of two, four or eight idle (ForwardSpec.grid).
+head_counts = st.sampled_from([(1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 2), (5, 5), (8, 1), (9, 3), (17, 17)])
 
 dtypes = st.sampled_from(sorted(DTYPES))
 head_dims = st.sampled_from([64, 128])
@@ -39,13 +35,15 @@ layouts = st.sampled_from(LAYOUTS)
 
 @st.composite
 def length_pairs(draw, limit: int = 260) -> tuple[int, int]:
-    """(query_len, key_len): equal, unrelated, a single query on a cache, offsets of both signs."""
-    kind = draw(st.sampled_from(["equal", "unrelated", "decode", "fewer_keys", "more_keys"]))
+    """(query_len, key_len): equal, unrelated, a single query on a cache, offsets of both signs, nothing at all."""
+    kind = draw(st.sampled_from(["equal", "unrelated", "decode", "fewer_keys", "more_keys", "empty"]))
     query_len = draw(lengths(limit))
     if kind == "equal":
         return query_len, query_len
     if kind == "decode":
         return 1, query_len
+    if kind == "empty":
+        return draw(st.sampled_from([(query_len, 0), (0, query_len), (0, 0)]))
     if kind == "unrelated":
         return query_len, draw(lengths(limit))
     offset = draw(st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129]))
@@ -54,12 +52,9 @@ def length_pairs(draw, limit: int = 260) -> tuple[int, int]:
 
 
 def softmax_scales(values: str) -> st.SearchStrategy[float | None]:
-    """The default, 1, a scale that underflows fp32, a huge one, 0 and a negative one.
-
-    Keys of -inf ask for a positive scale: their logit is NaN with 0 and +inf with a negative one.
-    """
+    """The default, 1, one that underflows float32, a huge one, 0 and negative ones; only positive where needed."""
     positive = [None, 1.0, 1e-40, 1e30]
-    return st.sampled_from(positive if values == "minus_infinite_keys" else [*positive, 0.0, -0.125, -1e-40])
+    return st.sampled_from(positive if values in NEED_POSITIVE_SCALE else [*positive, 0.0, -0.125, -1e-40])
 
 
 @st.composite

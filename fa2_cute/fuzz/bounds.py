@@ -36,14 +36,12 @@ import math
 
 import torch
 
-from fa2_cute import reference
+from .. import reference
 
 FP32 = 2.0**-23
 ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 HALF_DENORMAL = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}
-LARGEST_EXPONENT = (
-    600.0  # exp of it is finite in float64, and far beyond the point where the range of v takes over
-)
+LARGEST_EXPONENT = 600.0  # exp of it is finite in float64, and far beyond the point where the range of v takes over
 
 
 def bounds(
@@ -69,9 +67,7 @@ def bounds(
         for head in range(heads):
             kv_head = head // (heads // kv_heads)
             query, key, value = (x.double() for x in (q[b, :, head], k[b, :, kv_head], v[b, :, kv_head]))
-            out_bound[b, :, head], lse_bound[b, head] = _head_bounds(
-                query, key, value, scale, visible, q.dtype
-            )
+            out_bound[b, :, head], lse_bound[b, head] = _head_bounds(query, key, value, scale, visible, q.dtype)
     return out_bound, lse_bound
 
 

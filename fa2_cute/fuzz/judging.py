@@ -1,0 +1,140 @@
+"""Runs one call of ``flash_attn_func`` and judges it: shapes, dtypes, every element, inputs untouched."""
+
+import contextlib
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from .. import flash_attn_func, reference
+from ..emulation import EmulationNotice
+from .bounds import bounds
+from .cases import Case
+
+
+class WrongResult(Exception):
+    """A call whose result is not what it must be; the message says which element, how wrong, and the case."""
+
+
+def check(case: Case, device: str | torch.device = "cpu"):
+    """Run ``case`` on ``device`` and compare it with float64.
+
+    Raises WrongResult, or whatever the call raises (an EmulatorError of a hazard, for one).
+    """
+    *given, out, lse = run(case, device)
+    untouched = case.tensors(device)
+    for before, after, name in zip(untouched, given, "qkv", strict=True):
+        same = (before == after) | (before.isnan() & after.isnan())
+        _require(bool(same.all()), f"{name} was written to by {case}")
+    judge(*untouched, out, lse, **case.options, what=repr(case))
+
+
+def check_tensors(q, k, v, *, softmax_scale: float | None = None, causal: bool = False, what: str = "the call"):
+    """Call ``flash_attn_func`` on poisoned memory and ``judge`` what it returns."""
+    options = {"softmax_scale": softmax_scale, "causal": causal}
+    judge(q, k, v, *call(q, k, v, **options), **options, what=what)
+
+
+def run(case: Case, device: str | torch.device = "cpu") -> tuple[torch.Tensor, ...]:
+    """The call of ``case``, not judged: (q, k, v, out, lse)."""
+    q, k, v = case.tensors(device)
+    return q, k, v, *call(q, k, v, **case.options)
+
+
+def call(q, k, v, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flash_attn_func`` with the logsumexp, on poisoned memory and without the notice of emulation: (out, lse)."""
+    with warnings.catch_warnings(), poisoned_allocations():
+        warnings.simplefilter("ignore", EmulationNotice)
+        return flash_attn_func(q, k, v, **options, return_softmax_lse=True)
+
+
+@contextlib.contextmanager
+def poisoned_allocations():
+    """``torch.empty`` gives NaN: an element that nobody writes cannot pass for a right one left by the call before."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what fill_uninitialized_memory depends on
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def judge(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    what: str = "the call",
+):
+    """Raise WrongResult unless ``out`` and ``lse`` are attention of q, k, v within the bounds of ``bounds``.
+
+    Shapes as ``flash_attn_func`` takes and returns them.
+    """
+    Expectation.of(q, k, v, softmax_scale=softmax_scale, causal=causal).judge(out, lse, what)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a call must return, to be computed once where it is judged many times.
+
+    out (batch, query_len, heads, head_dim) and lse (batch, heads, query_len), float64, and how far off each element
+    may be; ``like`` is a tensor of the dtype and on the device that the output must have.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    out_bound: torch.Tensor
+    lse_bound: torch.Tensor
+    like: torch.Tensor
+
+    @classmethod
+    def of(cls, q, k, v, *, softmax_scale: float | None = None, causal: bool = False) -> "Expectation":
+        options = {"softmax_scale": softmax_scale, "causal": causal}
+        return cls(*reference.attention(q, k, v, **options), *bounds(q, k, v, **options), like=q)
+
+    def judge(self, out: torch.Tensor, lse: torch.Tensor, what: str = "the call"):
+        """Raise WrongResult unless shapes, dtypes, layout, device and every element are right."""
+        shape, rows = tuple(self.out.shape), tuple(self.lse.shape)
+        _require(out.shape == shape, f"out of {what}: got shape {tuple(out.shape)}, expected {shape}")
+        _require(out.dtype == self.like.dtype, f"out of {what}: got dtype {out.dtype}, expected {self.like.dtype}")
+        _require(out.device == self.like.device, f"out of {what}: got device {out.device}, expected {self.like.device}")
+        _require(out.is_contiguous(), f"out of {what}: got strides {out.stride()}, expected contiguous ones")
+        _require(lse.shape == rows, f"lse of {what}: got shape {tuple(lse.shape)}, expected {rows}")
+        _require(lse.dtype == torch.float32, f"lse of {what}: got dtype {lse.dtype}, expected torch.float32")
+        require_within(out, self.out, self.out_bound, f"out of {what}")
+        require_within(lse, self.lse, self.lse_bound, f"lse of {what}")
+
+
+def require_within(got: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, what: str):
+    """Element by element: NaN where NaN is expected, the same infinity, else within ``bound``; or WrongResult.
+
+    A finite expectation beyond the range of the result's type asks for the infinity that it rounds to.
+    """
+    rounded = expected.to(got.dtype)
+    got64 = got.double()
+    judged = rounded.isfinite()
+    same = torch.where(expected.isnan(), got64.isnan(), got64 == rounded.double())
+    excess = torch.where(judged, (got64 - expected).abs() - bound, 0.0)
+    wrong = torch.where(judged, ~(excess <= 0), ~same)
+    if wrong.any():
+        ranking = torch.where(wrong, excess.nan_to_num(nan=math.inf), -1.0)
+        index = torch.unravel_index(ranking.argmax(), got.shape)
+        where = tuple(int(i) for i in index)
+        raise WrongResult(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements wrong; worst at {where}: "
+            f"got {got64[where]:.9g}, expected {expected[where]:.9g} within {bound[where]:.3g}"
+        )
+
+
+def _require(condition: bool, message: str):
+    if not condition:
+        raise WrongResult(message)

@@ -1,0 +1,162 @@
+"""Kinds of numbers for q, k and v, each aimed at a way in which attention goes wrong."""
+
+import math
+
+import torch
+
+# A normal number of the dtype near the bottom of its range, below which all is denormal.
+SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
+# Magnitude of large logits' queries and keys. Their products stay far from fp32's largest number.
+LARGE = 32.0
+# A magnitude of v at which sums of a few thousand unscaled products overflow fp32 (bfloat16) or the dtype
+# (float16), while the exact output does not.
+LARGE_VALUE = {"float16": 2.0**13, "bfloat16": 2.0**112}
+# Steps of a logit, in powers of two of its weight, around every threshold at which a softmax that does not follow the
+# maximum exactly may change what it does: the slack of a trailing reference (8), the range of float16 (15 to 16, 24
+# below) and of float32 (126 to 150), and far beyond.
+JUMPS = (
+    *(0.5, 7.9, 8.1, 15, 16, 17, 24, 39, 40, 41, 100, 124, 125),
+    *(126, 127, 128, 129, 149, 150, 151, 250, 260, 1000),
+)
+KEYS_A_TILE = 64  # keys that a shipped kernel takes at a time (tiling.py)
+
+
+def numbers(case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of ``case`` in float32, contiguous."""
+    generator = torch.Generator().manual_seed(case.seed)
+    query_shape = (case.batch, case.query_len, case.heads, case.head_dim)
+    key_shape = (case.batch, case.key_len, case.kv_heads, case.head_dim)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in (query_shape, key_shape, key_shape))
+    if case.values not in _MAKERS:
+        raise ValueError(f"values: got {case.values!r}, takes one of {', '.join(VALUES)}")
+    return _MAKERS[case.values](case, q, k, v, generator)
+
+
+def _draw(limit: int, generator) -> int:
+    return int(torch.randint(max(limit, 1), (), generator=generator))
+
+
+def _normal(case, q, k, v, generator):
+    return q, k, v
+
+
+def _large_logits(case, q, k, v, generator):
+    return q * LARGE, k * LARGE, v
+
+
+def _all_equal(case, q, k, v, generator):
+    return torch.ones_like(q), torch.ones_like(k), v
+
+
+def _zeros(case, q, k, v, generator):
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def _positive_values(case, q, k, v, generator):
+    """Weights of about the same size and v in [1, 2): roundings that lean one way add up instead of cancelling."""
+    return 0.25 * q, k, 1.0 + torch.rand(v.shape, generator=generator)
+
+
+def _one_huge_logit(case, q, k, v, generator):
+    """All queries point the same way, and so does one key, 100 times as far as the others."""
+    direction = torch.randn(case.head_dim, generator=generator)
+    if case.key_len:
+        k[:, _draw(case.key_len, generator)] = 100.0 * direction
+    return direction + 0.1 * q, k, v
+
+
+def _rising_logits(case, q, k, v, generator):
+    """Logits grow along the keys, by more than any slack in a tile: going upwards means rescaling always."""
+    direction = torch.randn(case.head_dim, generator=generator)
+    ramp = torch.linspace(-1.0, 1.0, max(case.key_len, 1))[: case.key_len, None, None] * 8.0
+    return direction + 0.1 * q, ramp * direction + 0.1 * k, v
+
+
+def _falling_logits(case, q, k, v, generator):
+    """The same for kernels that go downwards."""
+    q, k, v = _rising_logits(case, q, k, v, generator)
+    return q, k.flip(1), v
+
+
+def _late_jumps(case, q, k, v, generator):
+    """A few keys of one tile stand above the others, by a step of JUMPS that each row draws for itself.
+
+    Base-2 logits are steps alone where the scale allows it. Rows that jump share a warp, a quad and an accumulator with
+    rows that do not; the jump falls into any tile, so a reference kept from the tiles before it is wrong by the step.
+    """
+    if not case.key_len:
+        return q, k, v
+    steps = torch.tensor(JUMPS)[torch.randint(len(JUMPS), q.shape[:3], generator=generator)]
+    jumps = torch.where(torch.rand(q.shape[:3], generator=generator) < 0.5, steps, 0.0)
+    base2 = case.scale * math.log2(math.e)
+    unit = base2 if 2.0**-6 <= abs(base2) <= 2.0**6 else math.copysign(1.0, base2)
+    q[..., 0] = jumps / unit
+    k[..., 0] = 0.0
+    q[..., 1:] *= 0.125
+    first = _draw(case.key_len, generator)
+    last = min(first + (1, 2, 8)[_draw(3, generator)], case.key_len)
+    k[:, first:last] = 0.0
+    k[:, first:last, :, 0] = 1.0
+    return q, k, v
+
+
+def _large_values(case, q, k, v, generator):
+    """v near the top of the range, under logits that rise: probabilities must not be far above 1 for long."""
+    q, k, v = _rising_logits(case, q, k, v, generator)
+    return q, 0.125 * k, v.clamp(-3, 3) * LARGE_VALUE[case.dtype]
+
+
+def _minus_infinite_keys(case, q, k, v, generator):
+    """Some keys at a logit of -inf for all queries (with a positive scale): a mask put into the data."""
+    hidden = torch.rand(case.batch, case.key_len, generator=generator) < 0.5
+    k[hidden] = -math.inf
+    return q.abs() + 0.125, k, v
+
+
+def _minus_infinite_tiles(case, q, k, v, generator):
+    """The same for whole tiles at one end of the keys: the tiles that a kernel meets first may hold nothing at all."""
+    edge = KEYS_A_TILE * _draw(-(-case.key_len // KEYS_A_TILE) + 1, generator)
+    if _draw(2, generator):
+        k[:, edge:] = -math.inf
+    else:
+        k[:, :edge] = -math.inf
+    return q.abs() + 0.125, k, v
+
+
+def _nan_queries(case, q, k, v, generator):
+    q[torch.rand(case.batch, case.query_len, case.heads, generator=generator) < 0.25] = math.nan
+    return q, k, v
+
+
+def _nan_keys(case, q, k, v, generator):
+    if case.key_len:
+        k[:, _draw(case.key_len, generator), :, 0] = math.nan
+    return q, k, v
+
+
+def _denormal(case, q, k, v, generator):
+    """Every number below the normal range of its dtype, so that no step may flush it."""
+    limit = 0.9 * SMALLEST_NORMAL[case.dtype]
+    return q.clamp(-1, 1) * limit, k.clamp(-1, 1) * limit, v.clamp(-1, 1) * limit
+
+
+_MAKERS = {
+    "normal": _normal,
+    "large_logits": _large_logits,
+    "all_equal": _all_equal,
+    "zeros": _zeros,
+    "positive_values": _positive_values,
+    "one_huge_logit": _one_huge_logit,
+    "rising_logits": _rising_logits,
+    "falling_logits": _falling_logits,
+    "late_jumps": _late_jumps,
+    "large_values": _large_values,
+    "minus_infinite_keys": _minus_infinite_keys,
+    "minus_infinite_tiles": _minus_infinite_tiles,
+    "nan_queries": _nan_queries,
+    "nan_keys": _nan_keys,
+    "denormal": _denormal,
+}
+VALUES = tuple(_MAKERS)
+#: Kinds whose logits are -inf with a positive scale and NaN or +inf with any other.
+NEED_POSITIVE_SCALE = frozenset({"minus_infinite_keys", "minus_infinite_tiles"})

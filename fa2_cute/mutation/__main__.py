@@ -1,0 +1,108 @@
+"""``python -m fa2_cute.mutation``: draw mutants, try each, report; exit code 1 below the goal."""
+
+import concurrent.futures
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from .. import arch, jit, tiling
+from . import equivalents, trial
+from .sample import Task, draw
+
+GOAL = 97.0  # per cent of the mutants that are not equivalent
+
+
+@dataclass(frozen=True)
+class Result:
+    """A task, what noticed it ("" for nothing), at which case, and why it could not be noticed, if that is known."""
+
+    task: Task
+    noticed: str
+    case: int
+    excuse: str | None
+
+
+def main(
+    count: Annotated[int, typer.Option("--count", help="mutants to try")] = 400,
+    seed: Annotated[int, typer.Option(help="of the sample")] = 0,
+    jobs: Annotated[int, typer.Option(help="processes")] = 2,
+    kind: Annotated[str | None, typer.Option(help="only mutants of this kind")] = None,
+):
+    """Plant single faults in the kernels' PTX and in their calls; report which of them the checks notice."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    start = time.monotonic()
+    kernels = [trial.portable(jit.compiled(spec, arch.TARGET)) for spec in tiling.shipped(arch.TARGET)]
+    tasks = [task for task in draw(kernels, sys.maxsize if kind else count, seed) if kind in (None, task.kind)][:count]
+    with concurrent.futures.ProcessPoolExecutor(
+        jobs, multiprocessing.get_context("spawn"), trial.adopt, (kernels,)
+    ) as pool:
+        for spec, verdict in zip((k.spec for k in kernels), pool.map(trial.try_none, (k.spec for k in kernels))):
+            if verdict.noticed:
+                console.print(f"[red]The battery fails without a fault:[/] {verdict} on {spec}")
+                raise typer.Exit(2)
+        found = track(pool.map(attempt, tasks), "mutants", len(tasks), console=console, transient=True)
+        results = list(found)
+    report(results, console)
+    console.print(f"{len(results)} mutants, seed {seed}, {time.monotonic() - start:.0f} s")
+    if percentage(results) < GOAL:
+        raise typer.Exit(1)
+
+
+def attempt(task: Task) -> Result:
+    """Try one mutant; runs in a worker."""
+    if task.ptx is None:
+        verdict = trial.try_call(task.spec, task.kind, task.change)
+    else:
+        verdict = trial.try_ptx(task.spec, task.ptx)
+    excuse = None
+    if not verdict.noticed:
+        excuse = equivalents.reason(task.kind, task.change, task.opcode, task.source)
+    return Result(task, verdict.noticed, verdict.case, excuse)
+
+
+def percentage(results: list[Result]) -> float:
+    """Killed, per cent of those that are not known to be equivalent; 100 where there are none."""
+    judged = [result for result in results if result.excuse is None]
+    return 100.0 * sum(bool(result.noticed) for result in judged) / len(judged) if judged else 100.0
+
+
+def report(results: list[Result], console: Console):
+    """Print a table by kind, what noticed and where in the battery, the equivalents and the survivors."""
+    table = Table(title="Mutants")
+    for heading in ("kind", "killed", "survived", "equivalent"):
+        table.add_column(heading, justify="left" if heading == "kind" else "right")
+    for kind in sorted({result.task.kind for result in results}):
+        mine = [result for result in results if result.task.kind == kind]
+        table.add_row(kind, *(str(n) for n in _tally(mine)))
+    table.add_section()
+    table.add_row("all", *(str(n) for n in _tally(results)))
+    console.print(table)
+    killers = Counter(result.noticed for result in results if result.noticed)
+    console.print("Noticed by: " + ", ".join(f"{name} {count}" for name, count in killers.most_common()))
+    cases = Counter(result.case for result in results if result.noticed)
+    console.print("At case: " + ", ".join(f"{case}: {count}" for case, count in sorted(cases.items())))
+    for excuse, count in Counter(result.excuse for result in results if result.excuse).most_common():
+        console.print(f"[yellow]equivalent[/] {count}: {escape(excuse)}")
+    for result in results:
+        if not result.noticed and result.excuse is None:
+            console.print(f"[red]survived[/] {escape(str(result.task))}")
+    console.print(f"{percentage(results):.1f}% of the mutants that are not equivalent were killed (goal: {GOAL:g}%)")
+
+
+def _tally(results: list[Result]) -> tuple[int, int, int]:
+    killed = sum(bool(result.noticed) for result in results)
+    excused = sum(result.excuse is not None for result in results)
+    return killed, len(results) - killed - excused, excused
+
+
+if __name__ == "__main__":
+    typer.run(main)

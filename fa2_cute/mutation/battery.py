@@ -1,0 +1,65 @@
+"""The cases that every mutant must pass to survive: few, small, at tile edges; those that kill most come first.
+
+Shapes decide what is noticed: on round lengths most relaxed and tightened compares give the same result.
+"""
+
+from dataclasses import replace
+
+from ..fuzz import Case
+from ..spec import ForwardSpec
+
+
+def battery(spec: ForwardSpec) -> list[Case]:
+    """Cases that run the kernel of ``spec``, in the order in which they are tried."""
+    plain = Case(dtype=spec.dtype, head_dim=spec.head_dim, causal=spec.causal)
+    return [replace(plain, **fields) for fields in _FIELDS]
+
+
+_TWO = {"heads": 2, "kv_heads": 1}
+_FIELDS = (
+    # Two key tiles and the start of a third, rows that are no tile; keys seen by all, by some and by none.
+    {"query_len": 70, "key_len": 130, **_TWO},
+    # Rows that jump far above the reference in any tile, and rows beside them that do not.
+    {"query_len": 130, "key_len": 260, "values": "late_jumps", "seed": 1},
+    # Everything with a stride of its own, two query tiles, the head ratio 2 in 4, a batch.
+    {
+        "batch": 2, "query_len": 129, "key_len": 193, "heads": 4, "kv_heads": 2,
+        "layouts": ("heads_first", "sliced_length", "packed"), "seed": 2,
+    },
+    # The largest score belongs to the smallest product, far beyond any slack.
+    {"query_len": 129, "key_len": 200, "softmax_scale": -0.125, "values": "large_logits"},
+    {"query_len": 200, "key_len": 191, "values": "falling_logits", **_TWO},
+    {"query_len": 140, "key_len": 300, "values": "late_jumps", "seed": 5},
+    # Lengths at tile edges, offsets of both signs.
+    {"query_len": 128, "key_len": 128},
+    {"query_len": 127, "key_len": 127},
+    {"query_len": 129, "key_len": 129},
+    {"query_len": 1, "key_len": 65},
+    {"query_len": 64, "key_len": 63},
+    {"query_len": 65, "key_len": 64},
+    {"query_len": 1, "key_len": 1},
+    {"query_len": 200, "key_len": 71},
+    {"query_len": 193, "key_len": 65},
+    {"query_len": 5, "key_len": 260},
+    # Tiles, rows and keys that hold nothing to add, or only NaN.
+    {"query_len": 66, "key_len": 200, "values": "minus_infinite_tiles", "seed": 1, **_TWO},
+    {"query_len": 66, "key_len": 200, "values": "minus_infinite_tiles", "seed": 2, **_TWO},
+    {"query_len": 66, "key_len": 130, "values": "minus_infinite_keys"},
+    {"query_len": 66, "key_len": 130, "values": "nan_queries"},
+    {"query_len": 66, "key_len": 130, "values": "nan_keys", "seed": 1},
+    # Roundings that lean one way, scales at their ends, magnitudes at theirs.
+    {"query_len": 128, "key_len": 192, "values": "positive_values"},
+    {"query_len": 66, "key_len": 130, "softmax_scale": 0.0},
+    {"query_len": 66, "key_len": 130, "softmax_scale": 1e30},
+    {"query_len": 66, "key_len": 130, "values": "large_values"},
+    {"query_len": 66, "key_len": 130, "values": "denormal"},
+    {"query_len": 66, "key_len": 260, "values": "one_huge_logit", "softmax_scale": 1.0},
+    # Groups of two, four and eight heads that are not full.
+    {"query_len": 129, "key_len": 65, "heads": 9, "kv_heads": 3},
+    {"query_len": 3, "key_len": 65, "heads": 5, "kv_heads": 5},
+    {"batch": 3, "query_len": 3, "key_len": 7, "heads": 3},
+    # Inputs that have to be copied, and strides that mean nothing.
+    {"query_len": 6, "key_len": 7, "layouts": ("misaligned_start",) * 3, **_TWO},
+    {"query_len": 6, "key_len": 7, "layouts": ("odd_strides",) * 3, **_TWO},
+    {"query_len": 1, "key_len": 9, "layouts": ("odd_unit_strides",) * 3},
+)  # fmt: skip

@@ -1,0 +1,298 @@
+"""Fuzzing: cases that say how to repeat them, a judge that notices, campaigns that end, shrink and save."""
+
+import contextlib
+import functools
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from fa2_cute import cli, flash_attn_func
+from fa2_cute.fuzz import Case, WrongResult, check, command, judge
+from fa2_cute.fuzz.campaign import MOST_FAILURES, Campaign, program
+from fa2_cute.fuzz.judging import poisoned_allocations, run
+from fa2_cute.fuzz.layouts import LAYOUTS, lay_out
+from fa2_cute.fuzz.strategies import cases
+from fa2_cute.fuzz.values import VALUES
+
+GOOD = Case("float16", 1, 5, 7, 2, 1, 64, causal=True)
+
+
+@given(cases())
+def test_a_case_survives_its_repr_and_its_tensors_have_its_shapes(case):
+    assert eval(repr(case), {"Case": Case}) == case
+    q, k, v = case.tensors()
+    assert q.shape == (case.batch, case.query_len, case.heads, case.head_dim)
+    assert k.shape == v.shape == (case.batch, case.key_len, case.kv_heads, case.head_dim)
+    assert all(x.numel() == 0 or x.stride(3) == 1 for x in (q, k, v))
+    assert compile(case.as_call(), "case", "exec")
+
+
+@given(cases())
+@settings(max_examples=20)
+def test_a_case_is_the_same_numbers_every_time(case):
+    for first, second in zip(case.tensors(), case.tensors(), strict=True):
+        assert torch.equal(first.nan_to_num(), second.nan_to_num())
+        assert torch.equal(first.isnan(), second.isnan())
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("broadcast")])
+@given(shape=st.tuples(*(st.integers(0, 3),) * 3, st.just(64)))
+@settings(max_examples=20)
+def test_a_layout_keeps_the_numbers(layout, shape):
+    x = torch.randn(shape)
+    assert torch.equal(lay_out(x, layout), x)
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_values_are_deterministic_and_finite_unless_they_say_otherwise(values):
+    case = Case("bfloat16", 2, 70, 130, 2, 1, 64, values=values)
+    for name, x in zip("qkv", case.tensors(), strict=True):
+        allowed = (name, values) in {
+            ("q", "nan_queries"), ("k", "nan_keys"), ("k", "minus_infinite_keys"), ("k", "minus_infinite_tiles")
+        }  # fmt: skip
+        assert x.isfinite().all() or allowed
+
+
+def test_unknown_values_and_layouts_are_named():
+    with pytest.raises(ValueError, match=r"values: got 'nice', takes one of normal"):
+        Case(values="nice").tensors()
+    with pytest.raises(ValueError, match=r"layout: got 'nice', takes one of contiguous"):
+        Case(layouts=("nice",) * 3).tensors()
+
+
+def test_late_jumps_reach_the_steps_they_name():
+    """In base 2 the logits of the standing keys are 0 or a step of JUMPS, up to the rounding of q to 16 bits."""
+    case = Case("bfloat16", 1, 40, 300, 1, 1, 64, softmax_scale=1.0, values="late_jumps", seed=3)
+    q, k, _ = (x.double()[0, :, 0] for x in case.tensors())
+    (standing,) = torch.nonzero((k[:, 0] == 1.0) & (k[:, 1:] == 0).all(1), as_tuple=True)
+    assert 1 <= len(standing) <= 8
+    logits = (q @ k[standing].T) * math.log2(math.e)
+    assert logits.min() >= -0.01
+    assert logits.max() > 100
+
+
+def test_poison_reaches_what_torch_allocates_and_goes_away():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.ones(1000, dtype=torch.float16)  # memory that may be given out again
+    with poisoned_allocations():
+        assert torch.empty(1000, dtype=torch.float16).isnan().all()
+        assert torch.empty(7, 3).isnan().all()
+    assert torch.are_deterministic_algorithms_enabled() == before
+
+
+# ---- the judge -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda out, lse: out[0, 2, 1, 5].fill_(math.nan),
+            r"out of .* 1 of 640 elements wrong; worst at \(0, 2, 1, 5\)",
+        ),
+        (lambda out, lse: out[0, 2, 1, 5].add_(0.05), r"1 of 640 elements wrong"),
+        (lambda out, lse: out[0, 0, 0].fill_(math.inf), r"64 of 640 elements wrong"),
+        (lambda out, lse: lse[0, 1, 3].add_(1e-3), r"lse of .* 1 of 10 elements wrong; worst at \(0, 1, 3\)"),
+        (lambda out, lse: lse[0, 1, 3].fill_(-math.inf), r"lse of"),
+    ],
+)
+def test_the_judge_notices_one_wrong_element(spoil, message):
+    q, k, v, out, lse = run(GOOD)
+    judge(q, k, v, out, lse, **GOOD.options)
+    spoil(out, lse)
+    with pytest.raises(WrongResult, match=message):
+        judge(q, k, v, out, lse, **GOOD.options)
+
+
+def test_the_judge_notices_wrong_shapes_dtypes_and_strides():
+    q, k, v, out, lse = run(GOOD)
+    for wrong in (out[:, :4], out.float(), out.transpose(1, 2).contiguous().transpose(1, 2)):
+        with pytest.raises(WrongResult, match="out of"):
+            judge(q, k, v, wrong, lse, **GOOD.options)
+    for wrong in (lse[:, :1], lse.double()):
+        with pytest.raises(WrongResult, match="lse of"):
+            judge(q, k, v, out, wrong, **GOOD.options)
+
+
+def test_check_notices_an_element_that_is_not_written_and_an_input_that_is(monkeypatch):
+    def lazy(q, k, v, **options):
+        out, lse = flash_attn_func(q, k, v, **options)
+        late = torch.empty(out.shape, dtype=out.dtype)
+        late[:, :-1] = out[:, :-1]
+        return late, lse
+
+    def greedy(q, k, v, **options):
+        result = flash_attn_func(q, k, v, **options)
+        k[0, 3, 0, 9] += 1
+        return result
+
+    monkeypatch.setattr("fa2_cute.fuzz.judging.flash_attn_func", lazy)
+    with pytest.raises(WrongResult, match="got nan"):
+        check(GOOD)
+    monkeypatch.setattr("fa2_cute.fuzz.judging.flash_attn_func", greedy)
+    with pytest.raises(WrongResult, match="k was written to"):
+        check(GOOD)
+
+
+# ---- campaigns -------------------------------------------------------------------------------------------------------
+
+
+def quiet_check(case, device):
+    """Stands for a kernel that is right, and quick."""
+
+
+def wrong_beyond(limit):
+    def wrong(case, device):
+        if case.key_len > limit and case.causal:
+            raise WrongResult(f"key_len {case.key_len} is too much")
+
+    return wrong
+
+
+class Stop(BaseException):
+    """Ends a campaign from within, as Ctrl-C does."""
+
+
+def drive(campaign: Campaign, cases_drawn: int):
+    """Run ``campaign`` until it has drawn as many cases."""
+
+    def on_case(campaign):
+        if campaign.drawn >= cases_drawn:
+            raise Stop
+
+    with contextlib.suppress(Stop):
+        campaign.run(60.0, on_case)
+
+
+def test_a_campaign_draws_until_the_time_is_up_and_counts_classes():
+    campaign = Campaign(seed=1, check=quiet_check)
+    seen = []
+    campaign.run(1.0, lambda campaign: seen.append(campaign.drawn))
+    assert 0.9 < campaign.seconds < 10
+    assert campaign.drawn == seen[-1] > 50
+    assert not campaign.failures
+    assert all(sum(kinds.values()) == campaign.drawn for kinds in campaign.classes.values())
+
+
+def test_a_campaign_reaches_every_kind_of_everything():
+    campaign = Campaign(seed=1, check=quiet_check)
+    drive(campaign, 3000)
+    kinds = {aspect: set(counted) for aspect, counted in campaign.classes.items()}
+    assert kinds["dtype"] == {"float16", "bfloat16"}
+    assert kinds["head_dim"] == {"64", "128"}
+    assert kinds["mask"] == {"full", "causal, offset 0", "causal, offset > 0", "causal, offset < 0"}
+    assert kinds["values"] == set(VALUES)
+    assert kinds["scale"] == {
+        "default", "ordinary", "ordinary, negative", "tiny", "tiny, negative", "huge", "zero"
+    }  # fmt: skip
+    assert kinds["query_len"] == kinds["key_len"] == {"0", "1", "full tiles", "a tile + 1", "a tile - 1", "other"}
+    assert all(kinds[f"layout of {name}"] == set(LAYOUTS) for name in "qkv")
+    assert {"MHA", "MQA", "GQA 2:1", "GQA 3:1"} <= kinds["heads"]
+
+
+def test_the_same_seed_draws_the_same_cases():
+    def drawn(seed):
+        met = []
+        drive(Campaign(seed=seed, check=lambda case, device: met.append(case)), 60)
+        return met[:60]
+
+    assert drawn(5) == drawn(5)
+    assert drawn(5) != drawn(6)
+
+
+def test_a_failure_is_shrunk_saved_and_runs(tmp_path):
+    campaign = Campaign(seed=2, folder=tmp_path / "new", check=wrong_beyond(10))
+    campaign.run(3.0)
+    assert 1 <= len(campaign.failures) <= MOST_FAILURES
+    for failure in campaign.failures:
+        query_len, key_len = failure.case.query_len, failure.case.key_len
+        assert 10 < key_len <= 64
+        assert failure.case == Case(query_len=query_len, key_len=key_len, causal=True)  # all else is at its plainest
+        assert failure.path.read_text() == program(failure, "cpu")
+        assert f"key_len {key_len} is too much" in failure.path.read_text()
+    # The last is right in truth, so its program ends well.
+    assert subprocess.run([sys.executable, "-W", "ignore", failure.path]).returncode == 0
+
+
+def test_a_saved_program_fails_where_the_result_is_wrong(tmp_path, monkeypatch):
+    text = GOOD.as_call().replace("judge(q", "out[0, 1, 0, 3] += 1\njudge(q")
+    (tmp_path / "wrong.py").write_text(text)
+    result = subprocess.run([sys.executable, tmp_path / "wrong.py"], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "WrongResult: out of the call: 1 of 640 elements wrong; worst at (0, 1, 0, 3)" in result.stderr
+
+
+def test_an_interrupted_campaign_keeps_what_it_found():
+    campaign = Campaign(seed=3, check=wrong_beyond(1))
+
+    def interrupt(campaign):
+        if campaign.drawn > 20 and campaign.failures:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        campaign.run(60.0, interrupt)
+    assert campaign.failures
+    text = rendered(command.summary(campaign, interrupted=True))
+    assert "interrupted" in text
+    assert "too much" in text
+    assert "values" in text
+
+
+def rendered(renderable) -> str:
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(renderable)
+    return console.export_text()
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_command_ends_with_a_summary_and_its_exit_code(monkeypatch, tmp_path, capsys, failing):
+    stand_in = wrong_beyond(10) if failing else quiet_check
+    monkeypatch.setattr(command, "Campaign", functools.partial(Campaign, check=stand_in))
+    arguments = ["fuzz", "--minutes", "0.02", "--seed", "4", "--device", "cpu", "--folder", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    printed = capsys.readouterr().out
+    assert caught.value.code == int(failing)
+    assert "(seed 4)" in printed
+    assert "layout of q" in printed
+    assert bool(list(tmp_path.glob("out/*.py"))) == failing
+    assert ("flash_attn_func(" in printed) == failing
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
+def test_the_command_refuses_no_time(minutes, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["fuzz", "--minutes", minutes, "--device", "cpu"])
+    assert caught.value.code == 1
+    assert "--minutes: got" in capsys.readouterr().err
+
+
+def test_without_hypothesis_the_command_says_what_to_install():
+    script = (
+        "import sys; sys.modules['hypothesis'] = None\nfrom fa2_cute import cli\ncli.main(['fuzz', '--device', 'cpu'])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "pip install 'fa2_cute[test]'" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_command_runs_the_emulator(tmp_path):
+    """The whole of it, in a process of its own: a few seconds of real cases."""
+    result = subprocess.run(
+        [sys.executable, "-m", "fa2_cute", "fuzz", "--minutes", "0.1", "--seed", "1", "--device", "cpu"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " 0 failures" in result.stdout
+    assert not list(Path(tmp_path).iterdir())
