@@ -29,7 +29,7 @@ format: $(STAMP)
 
 # constraints.txt pins torch exactly: an unpinned torch may be another, much larger build.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13) and "fa2_cute needs Python 3.10 to 3.13; this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13) and "fa2_cute needs Python 3.10 to 3.13; this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@

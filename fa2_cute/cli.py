@@ -95,6 +95,31 @@ def fuzz(
         raise typer.Exit(1)
 
 
+@app.command("compile")
+def compile_kernels(
+    arch: Annotated[list[str] | None, typer.Option(help="sm_120a and the like, repeatable; by default sm_120a")] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="a folder to ship, for FA2_CUTE_CACHE; by default this user's cache")
+    ] = None,
+):
+    """Compile every kernel of an architecture ahead of its first call; needs no GPU."""
+    from rich.progress import track
+
+    from . import arch as architectures
+    from . import jit, store, tiling
+
+    where = store.Store(into) if into is not None else store.default()
+    if where is None:
+        raise ValueError("FA2_CUTE_CACHE: is off, so there is nowhere to keep kernels; give --into a folder")
+    wanted = [architectures.by_name(name) for name in arch or [architectures.TARGET.name]]
+    jobs = [(spec, architecture) for architecture in wanted for spec in tiling.shipped(architecture)]
+    console = _console()
+    for spec, architecture in track(jobs, "compiling", console=console, transient=True):
+        jit.obtain(spec, architecture, where)
+        console.print(f"{architecture.target}: {spec.title}")
+    console.print(f"{len(jobs)} kernels in {where.folder}")
+
+
 @app.command()
 def info():
     """Versions, devices, and which kernel runs on each."""

@@ -1,46 +1,84 @@
-"""From a specification to code: compile once per (specification, architecture), keep, launch."""
+"""From a specification to code: compile once per (specification, architecture), keep in memory and on disk, launch."""
 
+import functools
+import sys
 import tempfile
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from . import store
 from .arch import Architecture
 from .spec import ForwardSpec
 
-_COMPILED: dict[tuple[ForwardSpec, Architecture], "Kernel"] = {}
+ENTRY_POINT = "fa2_cute_forward"  # the launcher's name in the object file
+
+_KERNELS: dict[tuple[ForwardSpec, Architecture], "Kernel"] = {}
 _LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Compiled code. ``function(q, k, v, out, lse, scale_log2)`` launches it on torch's current CUDA stream."""
+    """Compiled code and what it was compiled from."""
 
     spec: ForwardSpec
     arch: Architecture
-    ptx: str = field(repr=False)
-    cubin: bytes = field(repr=False)
-    function: Any = field(repr=False)
+    code: store.Code = field(repr=False)
+
+    @property
+    def ptx(self) -> str:
+        return self.code.ptx
+
+    @property
+    def cubin(self) -> bytes:
+        return self.code.cubin
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """``function(q, k, v, out, lse, scale_log2)`` launches on torch's current CUDA stream."""
+        from cutlass.runtime import load_module
+
+        with tempfile.TemporaryDirectory(prefix="fa2_cute-") as folder:
+            path = Path(folder) / "kernel.o"
+            path.write_bytes(self.code.object_code)
+            return load_module(str(path), enable_tvm_ffi=True)[ENTRY_POINT]
 
 
 def compiled(spec: ForwardSpec, arch: Architecture) -> Kernel:
-    """The kernel for ``spec`` on ``arch``: from memory, or compiled now (some seconds)."""
+    """The kernel for ``spec`` on ``arch``: from memory, from disk, or compiled now (some seconds)."""
     key = (spec, arch)
-    kernel = _COMPILED.get(key)
+    kernel = _KERNELS.get(key)
     if kernel is None:
         with _LOCK:
-            kernel = _COMPILED.get(key)
+            kernel = _KERNELS.get(key)
             if kernel is None:
-                kernel = _COMPILED[key] = _compile(spec, arch)
+                kernel = _KERNELS[key] = Kernel(spec, arch, obtain(spec, arch, store.default()))
     return kernel
 
 
-def compilations() -> int:
-    """How many specifications this process has compiled."""
-    return len(_COMPILED)
+def kernels() -> int:
+    """How many kernels this process has, compiled or loaded."""
+    return len(_KERNELS)
 
 
-def _compile(spec: ForwardSpec, arch: Architecture) -> Kernel:
+def obtain(spec: ForwardSpec, arch: Architecture, where: store.Store | None) -> store.Code:
+    """The code for ``spec`` on ``arch`` from ``where``; compiled and put there if it is not there in good order."""
+    if where is None:
+        return _compile(spec, arch)
+    name = store.entry_name(f"{spec} {arch}")
+    code = where.load(name)
+    if code is None:
+        with where.lock(name):
+            code = where.load(name)  # another process may have been faster
+            if code is None:
+                code = _compile(spec, arch)
+                where.save(name, code)
+    return code
+
+
+def _compile(spec: ForwardSpec, arch: Architecture) -> store.Code:
+    print(f"fa2_cute: compiling {spec.title} for {arch.target}, some seconds", file=sys.stderr, flush=True)
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -50,21 +88,23 @@ def _compile(spec: ForwardSpec, arch: Architecture) -> Kernel:
     dtype = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}[spec.dtype]
 
     def rows() -> Any:
-        """(batch, length, heads, head_dim): rows of head_dim elements, every row start a multiple of 16 bytes."""
+        """(batch, length, heads, head_dim): rows of head_dim elements that start at multiples of 16 bytes."""
+        extents = (*(cute.sym_int32() for _ in range(3)), spec.head_dim)
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(
-            dtype, (*(cute.sym_int32() for _ in range(3)), spec.head_dim), strides, assumed_align=16
-        )
+        return make_fake_tensor(dtype, extents, strides, assumed_align=16)
 
     lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
     lse = make_fake_tensor(cutlass.Float32, tuple(cute.sym_int32() for _ in range(3)), lse_strides, assumed_align=4)
-    with tempfile.TemporaryDirectory(prefix="fa2_cute-") as dump:
+    with tempfile.TemporaryDirectory(prefix="fa2_cute-") as folder:
         function = cute.compile(
             Forward(spec),
             *(rows() for _ in range(4)),
             lse,
             cutlass.Float32(1.0),
             make_fake_stream(use_tvm_ffi_env_stream=True),
-            options=f"--enable-tvm-ffi --gpu-arch {arch.target} --generate-line-info --keep-ptx --keep-cubin --dump-dir {dump}",
+            options=f"--enable-tvm-ffi --gpu-arch {arch.target} --generate-line-info --keep-ptx --keep-cubin "
+            f"--dump-dir {folder}",
         )
-    return Kernel(spec, arch, function.artifacts.PTX, function.artifacts.CUBIN, function)
+        path = Path(folder) / "kernel.o"
+        function.export_to_c(str(path), ENTRY_POINT)
+        return store.Code(function.artifacts.PTX, function.artifacts.CUBIN, path.read_bytes())

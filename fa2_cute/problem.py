@@ -64,7 +64,8 @@ class Problem:
             raise ValueError(f"q: got head_dim {head_dim}, takes {' or '.join(map(str, HEAD_DIMS))}")
         if k.shape != (batch, key_len, kv_heads, head_dim):
             raise ValueError(
-                f"k: got shape {tuple(k.shape)}, takes (batch={batch}, key length, KV heads, head_dim={head_dim}) as in q"
+                f"k: got shape {tuple(k.shape)}, takes (batch={batch}, key length, KV heads, head_dim={head_dim}), "
+                "batch and head_dim being q's"
             )
         if v.shape != k.shape:
             raise ValueError(f"v: got shape {tuple(v.shape)}, takes k's shape {tuple(k.shape)}")

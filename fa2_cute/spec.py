@@ -51,6 +51,12 @@ class ForwardSpec:
             raise ValueError(f"stages: got {self.stages}, takes 2 or more")
 
     @property
+    def title(self) -> str:
+        """One line for a person: "bfloat16, head_dim 128, causal, tile 128x64 on 8 warps"."""
+        mask = "causal" if self.causal else "full"
+        return f"{self.dtype}, head_dim {self.head_dim}, {mask}, tile {self.tile_m}x{self.tile_n} on {self.warps} warps"
+
+    @property
     def threads(self) -> int:
         return 32 * self.warps
 

@@ -34,9 +34,10 @@ def test_error_is_at_most_twice_that_of_torch(dtype, head_dim, causal):
     worst = []
     for query_len in LENGTHS:
         for key_len in LENGTHS:
+            batch = 2 if query_len * key_len < 10**6 else 1
             for heads, kv_heads in HEADS:
-                q = normal(2, query_len, heads, head_dim, dtype=dtype, seed=query_len)
-                k, v = (normal(2, key_len, kv_heads, head_dim, dtype=dtype, seed=key_len + i) for i in (1, 2))
+                q = normal(batch, query_len, heads, head_dim, dtype=dtype, seed=query_len)
+                k, v = (normal(batch, key_len, kv_heads, head_dim, dtype=dtype, seed=key_len + i) for i in (1, 2))
                 out, lse = flash_attn_func(q, k, v, causal=causal, return_softmax_lse=True)
                 expected, expected_lse = reference.attention(q, k, v, causal=causal)
                 ours = reference.error(out, expected)
@@ -122,8 +123,9 @@ def test_more_sequences_than_one_grid_takes():
     q = normal(65_535 + 3, 1, 1, 64, dtype=torch.float16)
     k, v = (normal(65_535 + 3, 3, 1, 64, dtype=torch.float16, seed=i) for i in (1, 2))
     out = flash_attn_func(q, k, v)
-    expected = reference.torch_attention(q, k, v).double()
-    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=2**-8)
+    logits = (q.double() * k.double()).sum(-1, keepdim=True) / 8
+    expected = (torch.softmax(logits, dim=1) * v.double()).sum(1, keepdim=True)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-9, atol=2**-9)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -174,7 +176,7 @@ def test_captures_into_a_cuda_graph():
 
 def test_new_lengths_batches_and_heads_compile_nothing():
     flash_attn_func(*(normal(1, 5, 1, 64, seed=i) for i in range(3)))
-    before = jit.compilations()
+    before = jit.kernels()
     for batch, query_len, key_len, heads, kv_heads in [
         (1, 1, 999, 8, 1),
         (3, 128, 64, 2, 2),
@@ -183,7 +185,7 @@ def test_new_lengths_batches_and_heads_compile_nothing():
         q = normal(batch, query_len, heads, 64)
         k, v = (normal(batch, key_len, kv_heads, 64, seed=i) for i in (1, 2))
         flash_attn_func(q, k.transpose(1, 2).contiguous().transpose(1, 2), v)
-    assert jit.compilations() == before
+    assert jit.kernels() == before
 
 
 def test_allocates_nothing_that_grows_with_length_squared():

@@ -106,3 +106,42 @@ def _tilted(exponent, delta, value_magnitude, out_magnitude):
     """sum_j w_j expm1(delta_j) (|v_j| + |o|), taken together so that neither factor overflows."""
     grown = (exponent + delta).clamp(max=LARGEST_EXPONENT).exp() - exponent.exp()
     return grown @ value_magnitude + grown.sum(dim=1, keepdim=True) * out_magnitude
+
+
+# Standard deviations by which a mean may miss before it is called biased: 2e-9 of right results do, if errors are normal.
+SIGMAS = 6.0
+
+
+def mean_error_bound(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> float:
+    """How far the mean over all elements of (out - o) / o may be from 0, for v in [1, 2).
+
+    Rounding to nearest has no preferred direction. The output's own rounding is at most ``u`` of an element and
+    independent of the others. Rounding a probability, as much of it, reaches all head_dim elements of its row: at most
+    ``2 u w_j``, since v_j <= 2 o. Uniformly distributed errors of at most e have a variance of e^2 / 3; means over
+    elements and over rows follow. What fp32 does (6 + 3 n times 2^-23, as in ``bounds``) may lean one way.
+
+    Holds where rows and elements are different numbers: not with broadcast or equal inputs.
+    """
+    batch, query_len, heads, head_dim = q.shape
+    key_len, kv_heads = k.shape[1], k.shape[2]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    visible = reference.visible_keys(query_len, key_len, causal=causal, device=q.device)
+    rows = batch * heads * int(visible.any(dim=1).sum())
+    if rows == 0:
+        return 0.0
+    squares = 0.0  # of the weights, over all rows
+    for b in range(batch):
+        for head in range(heads):
+            query, key = q[b, :, head].double(), k[b, :, head // (heads // kv_heads)].double()
+            logits = (scale * (query @ key.T)).masked_fill(~visible, -math.inf)
+            squares += float(logits.softmax(dim=1).nan_to_num().square().sum())
+    nearest = ROUNDOFF[q.dtype]
+    variance = nearest**2 / 3 * (1 / (rows * head_dim) + 4 * squares / rows**2)
+    return SIGMAS * math.sqrt(variance) + (6 + 3 * key_len) * FP32

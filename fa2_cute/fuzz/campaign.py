@@ -97,7 +97,8 @@ class Campaign:
             if not smallest:  # hypothesis' own complaint, not a call's
                 raise
         finally:
-            self.failures += [self._saved(failure) for failure in smallest]
+            known = {failure.case for failure in self.failures}
+            self.failures += [self._saved(failure) for failure in smallest if failure.case not in known]
 
     def _count(self, case: Case):
         self.drawn += 1

@@ -45,7 +45,7 @@ class Ring:
 
 
 def make_ring(copy: cute.TiledCopy, tidx: Int32, mX: cute.Tensor, sX: cute.Tensor) -> Ring:
-    """The ring of mX (key_len, head_dim) in sX (tile_n, head_dim, stages); ``load_first_tile`` makes its cursor valid."""
+    """The ring of mX (key_len, head_dim) in sX (tile_n, head_dim, stages); ``load_first_tile`` sets its cursor."""
     row_chunks = Uint32(mX.stride[0] // (layouts.VECTOR_BYTES * 8 // mX.element_type.width))
     return Ring(copy, tidx, mX, sX, cute.make_rmem_tensor(1, Int64), row_chunks)
 

@@ -224,7 +224,8 @@ class Forward:
         spec = cutlass.const_expr(self.spec)
         slot = rows.slot[0]
         cute.arch.cp_async_wait_group(spec.stages - 2)
-        cute.arch.sync_threads()  # K, V (and Q) of all threads visible; all warps past the previous step: its slot is free
+        # K, V (and Q) of all threads are visible; all warps are past the previous step: its slot is free.
+        cute.arch.sync_threads()
 
         thr_mma = rows.visible.thr_mma
         acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((spec.tile_m, spec.tile_n)), Float32)

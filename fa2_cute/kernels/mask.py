@@ -13,7 +13,7 @@ from .products import accumulator_rows
 class Visibility:
     """Row i sees keys below key_len and, with ``causal``, up to i + key_len - query_len.
 
-    first_row: query row of the tile's first row. thr_mma: this thread's part of the MMA, which says which rows it holds.
+    first_row: the tile's first query row. thr_mma: this thread's part of the MMA, which says which rows it holds.
     """
 
     first_row: Int32

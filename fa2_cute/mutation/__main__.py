@@ -45,7 +45,8 @@ def main(
     with concurrent.futures.ProcessPoolExecutor(
         jobs, multiprocessing.get_context("spawn"), trial.adopt, (kernels,)
     ) as pool:
-        for spec, verdict in zip((k.spec for k in kernels), pool.map(trial.try_none, (k.spec for k in kernels))):
+        specs = [kernel.spec for kernel in kernels]
+        for spec, verdict in zip(specs, pool.map(trial.try_none, specs), strict=True):
             if verdict.noticed:
                 console.print(f"[red]The battery fails without a fault:[/] {verdict} on {spec}")
                 raise typer.Exit(2)

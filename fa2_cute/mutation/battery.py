@@ -21,6 +21,8 @@ _FIELDS = (
     {"query_len": 70, "key_len": 130, **_TWO},
     # Rows that jump far above the reference in any tile, and rows beside them that do not.
     {"query_len": 130, "key_len": 260, "values": "late_jumps", "seed": 1},
+    # Short rows whose first tile holds a key or two, far below the maximum of the second.
+    {"query_len": 70, "key_len": 70, "values": "large_logits"},
     # Everything with a stride of its own, two query tiles, the head ratio 2 in 4, a batch.
     {
         "batch": 2, "query_len": 129, "key_len": 193, "heads": 4, "kv_heads": 2,

@@ -1,7 +1,7 @@
 """Single faults in PTX: what a slip in the kernel's source, or in the compiler, would look like.
 
-Each operator takes a statement and yields (change, replacement); an empty replacement drops the statement. An operator's
-name is the kind of its mutants.
+Each operator takes a statement and yields (change, replacement); an empty replacement drops the statement. The name of
+an operator is the kind of its mutants.
 """
 
 import re
@@ -43,19 +43,8 @@ def mutants(ptx: str) -> list[PtxMutant]:
         before = ptx[statement.start : statement.end]
         for operator in OPERATORS:
             for change, after in operator(statement):
-                found.append(
-                    PtxMutant(
-                        operator.__name__,
-                        change,
-                        statement.start,
-                        statement.end,
-                        before,
-                        after,
-                        statement.opcode,
-                        statement.line,
-                        statement.source,
-                    )  # fmt: skip
-                )
+                place = (statement.start, statement.end, before, after, statement.opcode, statement.line)
+                found.append(PtxMutant(operator.__name__, change, *place, statement.source))
     return found
 
 

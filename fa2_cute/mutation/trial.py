@@ -21,7 +21,7 @@ HANG_SECONDS = 20  # a case takes a few tenths of a second; a loop that lost its
 
 @dataclass(frozen=True)
 class Verdict:
-    """``noticed`` is the name of the error that ended a case, "" where all of the battery passed; ``case`` its number."""
+    """``noticed`` is the name of the error that ended case number ``case``, "" where all of the battery passed."""
 
     noticed: str
     case: int
@@ -35,19 +35,23 @@ def adopt(kernels: list[jit.Kernel]):
     """Take kernels that another process has compiled; their launchers stay there."""
     torch.set_num_threads(1)
     for kernel in kernels:
-        jit._COMPILED[kernel.spec, kernel.arch] = kernel
+        jit._KERNELS[kernel.spec, kernel.arch] = kernel
 
 
 def portable(kernel: jit.Kernel) -> jit.Kernel:
     """``kernel`` without the launcher, which cannot travel to another process."""
-    return jit.Kernel(kernel.spec, kernel.arch, kernel.ptx, kernel.cubin, None)
+    return kernel
 
 
 def try_ptx(spec: ForwardSpec, mutant: PtxMutant) -> Verdict:
     """The verdict on ``mutant`` of the PTX that the target's kernel of ``spec`` has."""
     ptx = mutant.apply(jit.compiled(spec, arch.TARGET).ptx)
-    module = functools.cache(lambda: emulator.load(ptx))  # loaded within the trial: it may be refused
-    return _try(spec, mock.patch.object(emulation, "_module", lambda kernel: module()))
+
+    @functools.cache
+    def module(kernel: jit.Kernel) -> emulator.Module:
+        return emulator.load(ptx)
+
+    return _try(spec, mock.patch.object(emulation, "_module", module))
 
 
 def try_call(spec: ForwardSpec, kind: str, change: str) -> Verdict:

@@ -1,0 +1,116 @@
+"""Compiled code on disk: found again, not trusted when damaged or stale, compiled once by those who start together."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa2_cute import arch, jit, store, tiling
+
+SPEC = tiling.shipped(arch.TARGET)[0]
+CODE = store.Code(ptx="// text", cubin=b"\x7fELF cubin", object_code=bytes(range(256)))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return store.Store(tmp_path / "cache")
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\r")), st.binary(), st.binary())
+def test_what_was_saved_is_loaded(tmp_path_factory, ptx, cubin, object_code):
+    where = store.Store(tmp_path_factory.mktemp("cache"))
+    code = store.Code(ptx, cubin, object_code)
+    where.save("entry", code)
+    assert where.load("entry") == code
+
+
+def test_an_unknown_entry_is_none(folder):
+    assert folder.load("entry") is None
+
+
+@pytest.mark.parametrize("file", ["kernel.ptx", "kernel.cubin", "kernel.o"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_a_damaged_file_is_not_trusted(folder, file, damage):
+    folder.save("entry", CODE)
+    path = folder.folder / "entry" / file
+    content = path.read_bytes()
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-1] if damage == "cut" else bytes([content[0] ^ 1]) + content[1:])
+    assert folder.load("entry") is None
+    folder.save("entry", CODE)
+    assert folder.load("entry") == CODE
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"kernel.ptx": "0"}', "3", json.dumps({"../entry": "x"})])
+def test_a_damaged_manifest_is_not_trusted(folder, manifest):
+    folder.save("entry", CODE)
+    (folder.folder / "entry" / store.MANIFEST).write_text(manifest)
+    assert folder.load("entry") is None
+
+
+def test_every_field_of_a_specification_names_another_entry():
+    specs = {str(spec) for name in arch.BY_NAME for spec in tiling.shipped(arch.by_name(name))}
+    names = {store.entry_name(f"{spec} {name}") for spec in specs for name in arch.BY_NAME}
+    assert len(names) == len(specs) * len(arch.BY_NAME)
+
+
+def test_other_sources_name_another_entry(monkeypatch):
+    before = store.entry_name("spec")
+    store._surroundings.cache_clear()
+    monkeypatch.setattr(store.metadata, "version", lambda name: "0")
+    after = store.entry_name("spec")
+    store._surroundings.cache_clear()
+    assert before != after
+
+
+def test_it_is_compiled_once_and_then_found(folder, monkeypatch):
+    calls = []
+
+    def compile_(spec, architecture):
+        calls.append(spec)
+        return CODE
+
+    monkeypatch.setattr(jit, "_compile", compile_)
+    with ThreadPoolExecutor(4) as pool:
+        codes = list(pool.map(lambda _: jit.obtain(SPEC, arch.TARGET, folder), range(8)))
+    assert codes == [CODE] * 8
+    assert len(calls) == 1
+
+
+def test_a_new_process_compiles_nothing(tmp_path):
+    """The second process finds what the first has compiled, says nothing and does not even load the compiler."""
+    program = (
+        "import sys\n"
+        "from fa2_cute import arch, jit, tiling\n"
+        "kernel = jit.compiled(tiling.shipped(arch.TARGET)[0], arch.TARGET)\n"
+        "print('cutlass' in sys.modules, len(kernel.ptx))\n"
+    )
+    environment = {**os.environ, "FA2_CUTE_CACHE": str(tmp_path)}
+    first, second = (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+        for _ in range(2)
+    )
+    assert first.stdout.split()[0] == "True"
+    assert first.stderr.count("\n") == 1
+    assert "compiling" in first.stderr
+    assert second.stdout.split() == ["False", first.stdout.split()[1]]
+    assert second.stderr == ""
+
+
+def test_the_cache_can_be_turned_off_and_moved(monkeypatch, tmp_path):
+    monkeypatch.setenv("FA2_CUTE_CACHE", "off")
+    assert store.default() is None
+    monkeypatch.setenv("FA2_CUTE_CACHE", str(tmp_path))
+    assert store.default().folder == tmp_path
+
+
+def test_the_launcher_loads_from_the_object_code():
+    """Loading needs no GPU; calling it does."""
+    assert callable(jit.compiled(SPEC, arch.TARGET).function)
