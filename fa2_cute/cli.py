@@ -121,6 +121,22 @@ def compile_kernels(
 
 
 @app.command()
+def trace(
+    shape: Annotated[str, typer.Argument(help="BATCHxQUERY_LENxHEADSxHEAD_DIM, such as 1x256x8x128")],
+    key_len: Annotated[int | None, typer.Option(help="keys; by default as many as queries")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads; by default as many as heads")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="mask keys after the query")] = False,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="of the random numbers")] = 0,
+):
+    """What the sm_120 kernel does on a shape, counted in the emulator: instructions, bank conflicts, sectors, bytes."""
+    from . import trace as tracing
+
+    problem = tracing.problem_of(shape, key_len=key_len, kv_heads=kv_heads, causal=causal, dtype=dtype)
+    tracing.show(problem, seed, _console())
+
+
+@app.command()
 def info():
     """Versions, devices, and which kernel runs on each."""
     import torch

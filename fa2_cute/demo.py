@@ -227,7 +227,7 @@ def run(device: torch.device, console: Console, *, workload: Workload | None = N
             measured.append(measure(call))
             progress.advance(task)
     seconds = sum(c.seconds for c in compiled)
-    console.print(f"Compiled {len(compiled)} kernel{'s' * (len(compiled) > 1)} in {_duration(seconds)}.\n")
+    console.print(f"Kernels compiled, or loaded from the cache: {len(compiled)}, in {_duration(seconds)}.\n")
     console.print(
         f"Causal bfloat16 attention, batch {workload.batch}, {workload.heads} query heads on {workload.kv_heads} "
         f"KV heads, head_dim {workload.head_dim}.\nErrors are against float64; at most twice torch's own pass."

@@ -35,8 +35,19 @@ def announce():
     )
 
 
-def run(kernel: Kernel, problem: Problem, tensors: tuple[torch.Tensor, ...], scale_log2: float):
+def run(
+    kernel: Kernel,
+    problem: Problem,
+    tensors: tuple[torch.Tensor, ...],
+    scale_log2: float,
+    *,
+    counters: bool = False,
+    numerics: str = "ieee",
+) -> emulator.Stats:
     """Launch ``kernel`` on (q, k, v, out, lse) in the emulator; out and lse are written.
+
+    ``counters``: also count bank conflicts, sectors and bytes. ``numerics``: "ieee", or "sm_90" for the bits of that
+    hardware's tensor cores and special functions, at about a third of the speed (docs/emulator.md, "Numbers").
 
     A launch that will take longer than QUIET_SECONDS says so on stderr first and shows its progress; Ctrl-C stops it.
     """
@@ -59,6 +70,8 @@ def run(kernel: Kernel, problem: Problem, tensors: tuple[torch.Tensor, ...], sca
             args=args,
             shared_bytes=spec.shared_bytes,
             arch=kernel.arch.target,
+            counters=counters,
+            numerics=numerics,
             progress=progress,
         )
 

@@ -9,7 +9,7 @@ from .spec import MAX_GRID_YZ
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 HEAD_DIMS = (64, 128)
 MAX_HEADS = 8 * MAX_GRID_YZ  # eight heads a block row, see ForwardSpec.grid
-INT32_MAX = 2**31 - 1  # extents travel as 32-bit integers (strides as 64-bit ones)
+MAX_EXTENT = 2**30 - 1  # extents travel as 32-bit integers, and sums of two must fit them (strides have 64 bits)
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Problem:
                 raise ValueError(
                     f"{name}: got strides {tensor.stride()}, takes a last stride of 1 (call .contiguous() first)"
                 )
-            if max(tensor.shape) > INT32_MAX:
-                raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, takes extents below 2^31")
+            if max(tensor.shape) > MAX_EXTENT:
+                raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, takes extents below 2^30")
         batch, query_len, heads, head_dim = q.shape
         _, key_len, kv_heads, _ = k.shape
         if head_dim not in HEAD_DIMS:

@@ -102,4 +102,13 @@ def _surroundings() -> str:
     sources = sorted([*(package / "kernels").glob("*.py"), package / "spec.py", package / "jit.py"])
     parts = [f"{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()}" for source in sources]
     parts += [f"{name} {metadata.version(name)}" for name in COMPILER_PACKAGES]
-    return "\n".join([*parts, platform.system(), platform.machine()])
+    return "\n".join([*parts, platform.system(), platform.machine(), _processor()])
+
+
+def _processor() -> str:
+    """What this host's processor can do: the launchers in the object files are compiled for it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

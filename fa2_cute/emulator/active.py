@@ -6,7 +6,6 @@ from functools import cached_property
 
 import numpy as np
 
-from . import fragments
 from .errors import PartialWarp
 
 FULL_MASK = 0xFFFFFFFF
@@ -309,7 +308,7 @@ class Active:
         return np.ascontiguousarray(halves.transpose(0, 2, 1)).view(np.uint32).reshape(-1)
 
     def mma(self, site, form, a, b, pairs, c):
-        """A run of mma.sync; see fragments.multiply."""
+        """A run of mma.sync; see fragments.multiply and tensor_core.multiply."""
         warps = self.whole(site)
         self.machine.mma_count += warps * site.count
-        return fragments.multiply(form, a, b, pairs, c, warps)
+        return self.machine.numerics.multiply(form, a, b, pairs, c, warps)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import integers, narrow, numerics
+from . import integers, models, narrow, numerics
 from .errors import UnknownInstruction
 from .flow import Block, build, check_initialised, check_known, defs_and_uses, liveness, packed_registers
 from .kinds import BASE_KIND, DTYPE_NAMES, DTYPES
@@ -365,8 +365,8 @@ class BlockBuilder:
 class Translation:
     """A kernel translated: blocks, their Python functions (compiled on first use) and the slot of each register."""
 
-    def __init__(self, kernel: Kernel):
-        self.kernel = kernel
+    def __init__(self, kernel: Kernel, numerics_model: models.Numerics):
+        self.kernel, self.numerics = kernel, numerics_model
         check_known(kernel)
         self.blocks = build(kernel)
         liveness(self.blocks)
@@ -389,6 +389,7 @@ class Translation:
         self.namespace.update({name: DTYPES[kind] for kind, name in DTYPE_NAMES.items()})
         for module in (numerics, narrow, integers):
             self.namespace.update({n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")})
+        self.namespace.update({f"approx_{op}": f for op, f in (numerics_model.functions or {}).items()})
         self.sites: list[Site] = []
         self.result: dict[int, str] = {}
         self.features: set[str] = set()
@@ -434,8 +435,9 @@ class Translation:
         return fn
 
 
-def translate(kernel: Kernel) -> Translation:
-    """Translates a kernel once; later calls return the same object."""
-    if kernel.translation is None:
-        kernel.translation = Translation(kernel)
-    return kernel.translation
+def translate(kernel: Kernel, numerics_model: models.Numerics = models.IEEE) -> Translation:
+    """Translates a kernel once for each numerics; later calls return the same object."""
+    name = numerics_model.name
+    if name not in kernel.translations:
+        kernel.translations[name] = Translation(kernel, numerics_model)
+    return kernel.translations[name]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from . import models
 from .active import Active
 from .arguments import dimensions, pack_arguments, shared_limit
 from .barriers import Barriers
@@ -45,9 +46,10 @@ class Stats:
 class Machine:
     """Runs a kernel's blocks, a resident set at a time. One object per launch."""
 
-    def __init__(self, kernel, grid, block, params, tensors, shared_bytes, arch, checks, counters, schedule):
+    def __init__(self, kernel, grid, block, params, tensors, shared_bytes, arch, checks, counters, schedule, numerics):
         self.kernel, self.grid, self.block = kernel, grid, block
-        self.translation = translate(kernel)
+        self.numerics = numerics
+        self.translation = translate(kernel, numerics)
         self.params, self.checks, self.schedule = params, checks, schedule
         self.counters = Counters() if counters else None
         self.lanes = block[0] * block[1] * block[2]
@@ -327,7 +329,7 @@ class Machine:
 
 def launch(
     kernel: Kernel, grid, block, args, shared_bytes: int = 0, arch: str = "sm_120a", checks: bool = True,
-    counters: bool = False, progress=None, schedule="lowest",
+    counters: bool = False, progress=None, schedule="lowest", numerics: str = "ieee",
 ) -> Stats:  # fmt: skip
     """Runs a kernel on the host.
 
@@ -340,7 +342,9 @@ def launch(
     warps together), "reversed" (one warp at a time, the last first) or an int (one warp at a time, drawn
     with that
     seed);
-    results of a race-free kernel do not depend on it. Raises ArgumentError for what does not fit, and the
+    results of a race-free kernel do not depend on it. ``numerics``: "ieee", where mma.sync sums in float32 and the
+    .approx functions are rounded once, or "sm_90", where both have the bits of that hardware (about a third of the
+    speed). Raises ArgumentError for what does not fit, and the
     hazard classes of ``errors`` for what the kernel does.
     """
     grid, block = dimensions(grid, "grid"), dimensions(block, "block")
@@ -355,10 +359,13 @@ def launch(
         raise ArgumentError(f"the kernel allows blocks of {kernel.maxntid} threads (.maxntid), got {block}")
     if shared_bytes < 0:
         raise ArgumentError(f"shared_bytes must not be negative, got {shared_bytes}")
+    model = models.by_name(numerics)
     params, tensors = pack_arguments(kernel, args)
     started = time.perf_counter()
     with np.errstate(all="ignore"):
-        machine = Machine(kernel, grid, block, params, tensors, shared_bytes, arch, checks, counters, schedule)
+        machine = Machine(
+            kernel, grid, block, params, tensors, shared_bytes, arch, checks, counters, schedule, model
+        )
         total = grid[0] * grid[1] * grid[2]
         step = machine.resident_blocks()
         for first in itertools.count(0, step):

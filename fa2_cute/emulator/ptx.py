@@ -147,7 +147,7 @@ class Kernel:
     maxntid: tuple[int, ...] | None = None
     line: int = 0
     ptx: str = field(default="", repr=False)  # the text of the whole module
-    translation: object = field(default=None, repr=False)
+    translations: dict = field(default_factory=dict, repr=False)  # by name of the numerics
 
     @property
     def param_bytes(self) -> int:

@@ -108,7 +108,7 @@ def _tilted(exponent, delta, value_magnitude, out_magnitude):
     return grown @ value_magnitude + grown.sum(dim=1, keepdim=True) * out_magnitude
 
 
-# Standard deviations by which a mean may miss before it is called biased: 2e-9 of right results do, if errors are normal.
+# Standard deviations by which a mean may miss before it is called biased: 2e-9 of right results do (normal errors).
 SIGMAS = 6.0
 
 

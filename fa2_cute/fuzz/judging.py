@@ -3,13 +3,13 @@
 import contextlib
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from .. import flash_attn_func, reference
 from ..emulation import EmulationNotice
-from .bounds import bounds
+from .bounds import bounds, mean_error_bound
 from .cases import Case
 
 
@@ -27,7 +27,7 @@ def check(case: Case, device: str | torch.device = "cpu"):
     for before, after, name in zip(untouched, given, "qkv", strict=True):
         same = (before == after) | (before.isnan() & after.isnan())
         _require(bool(same.all()), f"{name} was written to by {case}")
-    judge(*untouched, out, lse, **case.options, what=repr(case))
+    Expectation.of_case(case, *untouched).judge(out, lse, repr(case))
 
 
 def check_tensors(q, k, v, *, softmax_scale: float | None = None, causal: bool = False, what: str = "the call"):
@@ -87,7 +87,8 @@ class Expectation:
     """What a call must return, to be computed once where it is judged many times.
 
     out (batch, query_len, heads, head_dim) and lse (batch, heads, query_len), float64, and how far off each element
-    may be; ``like`` is a tensor of the dtype and on the device that the output must have.
+    may be; ``like`` is a tensor of the dtype and on the device that the output must have. ``mean_bound`` is how far the
+    relative errors may be from cancelling, where that is known.
     """
 
     out: torch.Tensor
@@ -95,11 +96,21 @@ class Expectation:
     out_bound: torch.Tensor
     lse_bound: torch.Tensor
     like: torch.Tensor
+    mean_bound: float | None = None
 
     @classmethod
     def of(cls, q, k, v, *, softmax_scale: float | None = None, causal: bool = False) -> "Expectation":
         options = {"softmax_scale": softmax_scale, "causal": causal}
         return cls(*reference.attention(q, k, v, **options), *bounds(q, k, v, **options), like=q)
+
+    @classmethod
+    def of_case(cls, case: Case, q, k, v) -> "Expectation":
+        """The same for the tensors of ``case``, with a bound on the mean error if its values are made for that."""
+        whole = cls.of(q, k, v, **case.options)
+        plain = case.values == "positive_values" and 0.0625 <= abs(case.scale) <= 1.0
+        if not plain or any(layout.startswith("broadcast") for layout in case.layouts):
+            return whole
+        return replace(whole, mean_bound=mean_error_bound(q, k, v, **case.options))
 
     def judge(self, out: torch.Tensor, lse: torch.Tensor, what: str = "the call"):
         """Raise WrongResult unless shapes, dtypes, layout, device and every element are right."""
@@ -112,6 +123,18 @@ class Expectation:
         _require(lse.dtype == torch.float32, f"lse of {what}: got dtype {lse.dtype}, expected torch.float32")
         require_within(out, self.out, self.out_bound, f"out of {what}")
         require_within(lse, self.lse, self.lse_bound, f"lse of {what}")
+        if self.mean_bound is not None:
+            self._require_unbiased(out, what)
+
+    def _require_unbiased(self, out: torch.Tensor, what: str):
+        seen = self.out > 0
+        if seen.any():
+            mean = float(((out.double() - self.out) / self.out)[seen].mean())
+            _require(
+                abs(mean) <= self.mean_bound,
+                f"out of {what}: relative errors are {mean:.3g} on average, expected within {self.mean_bound:.3g}: "
+                "something rounds one way",
+            )
 
 
 def require_within(got: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, what: str):

@@ -5,7 +5,6 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -15,20 +14,11 @@ from rich.progress import track
 from rich.table import Table
 
 from .. import arch, jit, tiling
-from . import equivalents, trial
-from .sample import Task, draw
+from . import trial
+from .attempts import Result, attempt
+from .sample import draw
 
 GOAL = 97.0  # per cent of the mutants that are not equivalent
-
-
-@dataclass(frozen=True)
-class Result:
-    """A task, what noticed it ("" for nothing), at which case, and why it could not be noticed, if that is known."""
-
-    task: Task
-    noticed: str
-    case: int
-    excuse: str | None
 
 
 def main(
@@ -56,18 +46,6 @@ def main(
     console.print(f"{len(results)} mutants, seed {seed}, {time.monotonic() - start:.0f} s")
     if percentage(results) < GOAL:
         raise typer.Exit(1)
-
-
-def attempt(task: Task) -> Result:
-    """Try one mutant; runs in a worker."""
-    if task.ptx is None:
-        verdict = trial.try_call(task.spec, task.kind, task.change)
-    else:
-        verdict = trial.try_ptx(task.spec, task.ptx)
-    excuse = None
-    if not verdict.noticed:
-        excuse = equivalents.reason(task.kind, task.change, task.opcode, task.source)
-    return Result(task, verdict.noticed, verdict.case, excuse)
 
 
 def percentage(results: list[Result]) -> float:
@@ -106,4 +84,6 @@ def _tally(results: list[Result]) -> tuple[int, int, int]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

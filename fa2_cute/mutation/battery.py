@@ -48,6 +48,7 @@ _FIELDS = (
     {"query_len": 66, "key_len": 200, "values": "minus_infinite_tiles", "seed": 2, **_TWO},
     {"query_len": 66, "key_len": 130, "values": "minus_infinite_keys"},
     {"query_len": 66, "key_len": 130, "values": "nan_queries"},
+    {"query_len": 66, "key_len": 5, "values": "nan_queries"},
     {"query_len": 66, "key_len": 130, "values": "nan_keys", "seed": 1},
     # Roundings that lean one way, scales at their ends, magnitudes at theirs.
     {"query_len": 128, "key_len": 192, "values": "positive_values"},

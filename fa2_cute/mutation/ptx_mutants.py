@@ -56,12 +56,8 @@ def _one_line(text: str) -> str:
 
 
 def barrier(s: Statement) -> Changes:
-    if s.opcode.startswith("bar.sync"):
-        yield "dropped", ""
-
-
-def warp_barrier(s: Statement) -> Changes:
-    if s.opcode == "bar.warp.sync":
+    """Of a block or of a warp."""
+    if s.opcode.startswith(("bar.sync", "bar.warp.sync")):
         yield "dropped", ""
 
 
@@ -242,7 +238,8 @@ def mma_operand(s: Statement) -> Changes:
                 yield f"{name}{first} and {name}{first + 1} swapped", s.with_operand(index, swapped)
     a = s.operands[1]
     yield "A1 and A2 swapped", s.with_operand(1, _swapped(a, 1, 2))
-    yield "no C", s.with_operand(3, "{0f00000000, 0f00000000, 0f00000000, 0f00000000}")
+    if len(set(s.operands[3].strip("{}").replace(" ", "").split(","))) > 1:  # else it is one register, and holds 0
+        yield "no C", s.with_operand(3, "{0f00000000, 0f00000000, 0f00000000, 0f00000000}")
 
 
 def matrix_load(s: Statement) -> Changes:
@@ -265,7 +262,7 @@ def _swapped(vector: str, i: int, j: int) -> str:
 
 
 OPERATORS = (
-    *(barrier, warp_barrier, copy_wait, copy_commit, copy, store, agreement, shuffle),
+    *(barrier, copy_wait, copy_commit, copy, store, agreement, shuffle),
     *(comparison, opposite, guard, selection, logic),
     *(extremum, arithmetic, integer_constant, float_constant, rounding),
     *(address, mma_operand, matrix_load, conversion),

@@ -48,7 +48,7 @@ def try_ptx(spec: ForwardSpec, mutant: PtxMutant) -> Verdict:
     ptx = mutant.apply(jit.compiled(spec, arch.TARGET).ptx)
 
     @functools.cache
-    def module(kernel: jit.Kernel) -> emulator.Module:
+    def module(original) -> emulator.Module:
         return emulator.load(ptx)
 
     return _try(spec, mock.patch.object(emulation, "_module", module))
@@ -81,7 +81,7 @@ def _try(spec: ForwardSpec, fault) -> Verdict:
 @functools.cache
 def _prepared(case):
     q, k, v = case.tensors()
-    return q, k, v, Expectation.of(q, k, v, **case.options)
+    return q, k, v, Expectation.of_case(case, q, k, v)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,8 @@ def arith32(g, op, x, mods) -> str:
     elif op == "div" or mode == "rn":
         if op == "div" and mode != "rn":
             raise g.unknown(f"rounding .{mode} of div")
+        if "approx" in mods or "full" in mods:
+            approximation(g, op)
         value = f"canon({x[0]} {BINARY[op]} {x[1]})"
     elif op == "mul":
         value = f"mul32_mode({x[0]}, {x[1]}, {mode!r})"
@@ -98,11 +100,23 @@ def fma(g, ins):
         raise g.unknown(f"type .{ins.mods[-1]} of fma")
 
 
+def approximation(g, rounded: str) -> str:
+    """Template of an .approx instruction: ``rounded``, or the function that the launch's numerics have for it."""
+    numerics = g.translation.numerics
+    if numerics.functions is None:
+        return rounded
+    if g.ins.op not in numerics.functions or g.ins.mods[-1] != "f32":
+        raise g.unknown(f"{g.ins.op} with numerics {numerics.name!r}")
+    return f"approx_{g.ins.op}({{}})"
+
+
 def unary32(g, ins, function: str, *, wide: str | None = None, rounded: str | None = None):
     """approx/rn f32 functions of one argument, f64 with ``wide``."""
     kind = ins.mods[-1]
     dst, a = ins.operands
     if kind == "f64" and wide:
+        if "approx" in ins.mods:
+            approximation(g, wide)
         return g.define(dst, "f64", f"canon64({wide.format(g.use(a, 'f64'))})")
     if kind != "f32":
         raise g.unknown(f"type .{kind} of {ins.op}")
@@ -110,6 +124,8 @@ def unary32(g, ins, function: str, *, wide: str | None = None, rounded: str | No
     x = g.use(a, "f32") if not isinstance(a, Imm) else g.array(a, "f32")
     if "ftz" in ins.mods:
         x = g.temp(f"flush({x})")
+    if "approx" in ins.mods:
+        function = approximation(g, function)
     value = function.format(x)
     return g.define(dst, "f32", f"flush({value})" if "ftz" in ins.mods else value)
 
@@ -132,6 +148,7 @@ def tanh(g, ins):
 
 def half_function(g, ins, name):
     """ex2 and tanh on f16/bf16."""
+    approximation(g, name)
     kind = ins.mods[-1]
     dst, a = ins.operands
     if kind.endswith("x2"):

@@ -11,7 +11,7 @@ ELEMENT_BYTES = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 
 
 def mma_form(g, ins):
-    """(type of A, type of B, type of C and D), or UnknownInstruction."""
+    """(type of A, type of B, type of C and D); UnknownInstruction if there is no such mma or the numerics lack it."""
     g.only(
         "sync",
         "aligned",
@@ -40,6 +40,9 @@ def mma_form(g, ins):
     wide = 4 if d == "f32" else 2
     if counts != [wide, *registers, wide]:
         raise g.unknown(f"mma operand sizes {counts}")
+    numerics = g.translation.numerics
+    if numerics.mma is not None and (shape, a, b, d) not in numerics.mma:
+        raise g.unknown(f"this mma with numerics {numerics.name!r}")
     return a, b, d
 
 

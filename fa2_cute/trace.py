@@ -1,0 +1,198 @@
+"""What a kernel does, counted in the emulator: instructions, MMA work, shared-memory wavefronts, sectors and bytes."""
+
+import linecache
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+
+from . import arch, attention, emulation, jit, tiling
+from .emulator import Stats
+from .problem import DTYPES, Problem
+from .spec import ForwardSpec
+
+MMA_MULTIPLY_ADDS = 16 * 8 * 16  # PTX ISA: mma.sync.m16n8k16
+SECTOR_BYTES = 32  # what an L2 cache line is made of (CUDA C++ Best Practices Guide, "Coalesced Access")
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Counts of one launch: what was asked, which kernel ran, what it did."""
+
+    problem: Problem
+    spec: ForwardSpec
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Access:
+    """All executions of one opcode that come from one source line; ``where`` is "file:line" or "".
+
+    wavefronts  passes over shared memory; ``conflicts`` of them are due to bank conflicts
+    sectors     32-byte pieces of global memory that warps touched; ``bytes`` is what they asked for
+    """
+
+    opcode: str
+    where: str
+    executions: int
+    wavefronts: int
+    conflicts: int
+    sectors: int
+    bytes: int
+
+
+def problem_of(
+    shape: str,
+    *,
+    key_len: int | None = None,
+    kv_heads: int | None = None,
+    causal: bool = False,
+    dtype: str = "bfloat16",
+) -> Problem:
+    """The problem of a shape ``BATCHxQUERY_LENxHEADSxHEAD_DIM``; keys and KV heads are as many if not given.
+
+    Raises ValueError for a shape that is none, or that the kernels do not take.
+    """
+    match = _SHAPE.fullmatch(shape)
+    if match is None:
+        raise ValueError(f"SHAPE: got {shape!r}, takes BATCHxQUERY_LENxHEADSxHEAD_DIM such as 1x256x8x128")
+    types = {name: kind for kind, name in DTYPES.items()}
+    if dtype not in types:
+        raise ValueError(f"--dtype: got {dtype!r}, takes {' or '.join(types)}")
+    batch, query_len, heads, head_dim = map(int, match.groups())
+    key_len = query_len if key_len is None else key_len
+    kv_heads = heads if kv_heads is None else kv_heads
+    if min(batch, query_len, heads, head_dim, key_len, kv_heads) < 1:
+        raise ValueError(f"SHAPE: got {shape} with {key_len} keys and {kv_heads} KV heads, takes 1 or more of each")
+    q = torch.empty((batch, query_len, heads, head_dim), dtype=types[dtype], device="meta")
+    k = torch.empty((batch, key_len, kv_heads, head_dim), dtype=types[dtype], device="meta")
+    return Problem.of(q, k, k, causal=causal)
+
+
+def trace(problem: Problem, seed: int = 0) -> Trace:
+    """Run ``problem`` on normal random numbers in the emulator, with all counters on."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(kind for kind, name in DTYPES.items() if name == problem.dtype)
+    query_shape = (problem.batch, problem.query_len, problem.heads, problem.head_dim)
+    key_shape = (problem.batch, problem.key_len, problem.kv_heads, problem.head_dim)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in (query_shape, key_shape, key_shape))
+    lse = torch.empty((problem.batch, problem.heads, problem.query_len), dtype=torch.float32)
+    spec = tiling.choose(problem, arch.TARGET)
+    kernel = jit.compiled(spec, arch.TARGET)
+    tensors = (q, k, v, torch.empty_like(q), lse)
+    scale_log2 = problem.head_dim**-0.5 * attention.LOG2_E
+    return Trace(problem, spec, emulation.run(kernel, problem, tensors, scale_log2, counters=True))
+
+
+def accesses(stats: Stats) -> list[Access]:
+    """The memory instructions by opcode and source line, those with most wavefronts and sectors first."""
+    groups = defaultdict(list)
+    for line in stats.counters.lines.values():
+        opcode = line.text.split("@")[-1].split()[1 if line.text.startswith("@") else 0]
+        where = f"{Path(line.source[0]).name}:{line.source[1]}" if line.source else ""
+        groups[opcode, where].append(line)
+    found = [
+        Access(
+            opcode,
+            where,
+            *(
+                sum(getattr(x, name) for x in lines)
+                for name in ("executions", "wavefronts", "conflicts", "sectors", "bytes")
+            ),
+        )
+        for (opcode, where), lines in groups.items()
+    ]
+    return sorted(found, key=lambda access: (-access.wavefronts, -access.sectors, access.opcode, access.where))
+
+
+def visible_pairs(problem: Problem) -> int:
+    """(query, key) pairs of one head that are not masked."""
+    if not problem.causal:
+        return problem.query_len * problem.key_len
+    offset = problem.key_len - problem.query_len
+    return sum(min(max(row + offset + 1, 0), problem.key_len) for row in range(problem.query_len))
+
+
+def tables(trace: Trace) -> Group:
+    """Everything as tables for the terminal."""
+    return Group(_summary(trace), _instructions(trace.stats), _memory(trace.stats), _traffic(trace))
+
+
+def _table(title: str, *headings: str, words: int = 1) -> Table:
+    table = Table(title=title)
+    for index, heading in enumerate(headings):
+        left = index < words
+        table.add_column(heading, justify="left" if left else "right", no_wrap=left, overflow="ellipsis")
+    return table
+
+
+def _summary(trace: Trace) -> Table:
+    problem, spec, stats = trace.problem, trace.spec, trace.stats
+    needed = 2 * problem.batch * problem.heads * problem.head_dim * visible_pairs(problem)
+    done = stats.mma * MMA_MULTIPLY_ADDS
+    table = _table("Work", "what", "count")
+    table.add_row("tile (queries x keys), warps, stages", f"{spec.tile_m} x {spec.tile_n}, {spec.warps}, {spec.stages}")
+    table.add_row("thread blocks", f"{stats.ctas:,}")
+    table.add_row("instructions of a warp", f"{stats.instructions:,}")
+    table.add_row("mma.sync m16n8k16", f"{stats.mma:,}")
+    table.add_row("multiply-adds in them", f"{done:,}")
+    table.add_row("multiply-adds that the shape needs", f"{needed:,} ({needed / done:.1%})" if done else f"{needed:,}")
+    table.add_row("instructions an mma.sync", f"{stats.instructions / stats.mma:.2f}" if stats.mma else "")
+    return table
+
+
+def _instructions(stats: Stats) -> Table:
+    table = _table("Instructions by opcode, a warp each", "opcode", "count", "share")
+    for opcode, count in stats.opcodes.most_common():
+        table.add_row(opcode, f"{count:,}", f"{count / stats.instructions:.2%}")
+    return table
+
+
+def _memory(stats: Stats) -> Table:
+    table = _table(
+        "Memory instructions by source line",
+        *("opcode", "source", "line", "executions", "wavefronts", "conflicts", "sectors", "bytes"), words=3,
+    )  # fmt: skip
+    sources = {f"{Path(x.source[0]).name}:{x.source[1]}": x.source for x in stats.counters.lines.values() if x.source}
+    for access in accesses(stats):
+        text = linecache.getline(*sources[access.where]).strip() if access.where else ""
+        numbers = (access.executions, access.wavefronts, access.conflicts, access.sectors, access.bytes)
+        shown = [f"{number:,}" if number else "" for number in numbers]
+        if access.wavefronts and not access.conflicts:
+            shown[2] = "0"
+        table.add_row(access.opcode, access.where, escape(text), *shown)
+    return table
+
+
+def _traffic(trace: Trace) -> Table:
+    """Bytes asked of global memory; caches are not modelled."""
+    problem, counters = trace.problem, trace.stats.counters
+    rows = problem.batch * problem.head_dim * 2
+    size = {
+        "q": rows * problem.query_len * problem.heads,
+        "k": rows * problem.key_len * problem.kv_heads,
+        "v": rows * problem.key_len * problem.kv_heads,
+        "out": rows * problem.query_len * problem.heads,
+        "lse": 4 * problem.batch * problem.heads * problem.query_len,
+    }
+    table = _table("Global memory by tensor", "tensor", "bytes of it", "read", "written", "times")
+    for name, whole in size.items():
+        moved: Counter = Counter({"read": counters.read[name], "written": counters.written[name]})
+        total = sum(moved.values())
+        table.add_row(name, f"{whole:,}", f"{moved['read']:,}", f"{moved['written']:,}", f"{total / whole:.2f}")
+    sectors = sum(line.sectors for line in counters.lines.values())
+    asked = sum(counters.read.values()) + sum(counters.written.values())
+    table.add_section()
+    table.add_row("sectors", "", "", f"{sectors:,}", f"{sectors * SECTOR_BYTES / asked:.2f}" if asked else "")
+    return table
+
+
+def show(problem: Problem, seed: int, console: Console):
+    """Trace ``problem`` and print it."""
+    console.print(tables(trace(problem, seed)))
