@@ -2,16 +2,19 @@
 #   make demo    the kernel on the GPU, or emulated where there is none, against a float64 reference
 #   make test    the test suite
 #   make lint    ruff, format and check
+#   make mutants plants single faults in the kernels' PTX and in their calls and reports what notices (some minutes)
 PYTHON ?= python3
 VENV ?= .venv
-# Worker processes of pytest: each compiles the kernels that its tests need (about 4 s a kernel on one core).
+# Worker processes of pytest and of the mutation run. A test process compiles the kernels that its tests need (about 4 s a
+# kernel on one core).
 JOBS ?= 2
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format mutants clean
 
 demo: $(STAMP)
 	$(BIN)/fa2-cute demo
@@ -26,6 +29,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+mutants: $(STAMP)
+	$(BIN)/python -m fa2_cute.mutation --jobs $(JOBS) $(MUTANTS_ARGS)
 
 # constraints.txt pins torch exactly: an unpinned torch may be another, much larger build.
 $(STAMP): pyproject.toml constraints.txt

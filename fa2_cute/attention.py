@@ -12,7 +12,7 @@ from .spec import MAX_GRID_YZ
 
 LOG2_E = math.log2(math.e)  # the kernel's softmax is in base 2
 FLOAT32_MAX = torch.finfo(torch.float32).max
-VECTOR_ELEMENTS = 8  # cp.async moves 16 bytes of a 16-bit type
+VECTOR_BYTES, VECTOR_ELEMENTS = 16, 8  # what one cp.async moves of a 16-bit type
 MAX_ROW_STRIDE = 2**34 - VECTOR_ELEMENTS  # the kernel counts a row's 16-byte vectors in 31 bits
 
 
@@ -138,8 +138,15 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
     The stride of an extent of 1 is never multiplied by anything but 0, so it is replaced rather than copied for.
     """
-    strides = tuple(0 if extent == 1 else stride for extent, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-    misaligned = x.data_ptr() % 16 or any(stride % VECTOR_ELEMENTS for stride in strides)
-    if misaligned or strides[1] > MAX_ROW_STRIDE:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x if strides == x.stride()[:3] else x.as_strided(x.shape, (*strides, 1))
+    if _starts_aligned(x.data_ptr(), *x.stride()[:3]):
+        return x
+    strides = [0 if extent == 1 else stride for extent, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    if _starts_aligned(x.data_ptr(), *strides):
+        return x.as_strided(x.shape, (*strides, 1))
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _starts_aligned(start: int, batch_stride: int, row_stride: int, head_stride: int) -> bool:
+    """Whether all rows start at multiples of 16 bytes and are not too far apart."""
+    odd = start % VECTOR_BYTES or (batch_stride | row_stride | head_stride) % VECTOR_ELEMENTS
+    return not odd and row_stride <= MAX_ROW_STRIDE

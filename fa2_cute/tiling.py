@@ -1,5 +1,7 @@
 """Which tile for which problem on which architecture, and why."""
 
+import functools
+
 from .arch import Architecture
 from .problem import Problem
 from .spec import ForwardSpec
@@ -41,6 +43,7 @@ def shipped(arch: Architecture) -> list[ForwardSpec]:
     ]
 
 
+@functools.cache
 def _spec(dtype: str, head_dim: int, causal: bool, arch: Architecture) -> ForwardSpec:
     tile_m, tile_n, warps, stages = _TABLE[arch.name][head_dim]
     # float16 has no room for a reference that is not followed: 2^16 above it a probability overflows.

@@ -22,6 +22,7 @@ from .numerics import canon
 
 OFFSET_BITS = 17  # widest offset t: 23 fraction bits less 6 that choose one of 64 segments
 SQUARE_BITS = 15  # fraction bits of the squarer's result, and of the sum
+LG2_BITS = 36  # fraction bits of exponent + logarithm
 FRACTION = (1 << 23) - 1
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
@@ -80,12 +81,12 @@ def _split(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _unit_ex2(x: np.ndarray) -> np.ndarray:
     """The unit's 2^x, x and result flushed.
 
-    x becomes a fixed-point number with 23 fraction bits, cut; a negative one is complemented, not negated, which makes
-    it 2^-23 less. Zero is not complemented.
+    x becomes a fixed-point number with 23 fraction bits, cut. A negative one is complemented, not negated, which makes
+    it 2^-23 less, unless its fraction is zero.
     """
     size = np.minimum(np.abs(x.astype(np.float64)), 256.0)  # beyond every overflow and underflow
     fixed = np.where(np.isnan(x), 0, size * 2.0**23).astype(np.int64)
-    fixed = np.where(x <= -SMALLEST_NORMAL, ~fixed, fixed)
+    fixed = np.where(x < 0, np.where(fixed & FRACTION == 0, -fixed, ~fixed), fixed)
     significand = EX2.value(fixed & FRACTION) >> SQUARE_BITS
     result = np.ldexp(significand.astype(np.float64), (fixed >> 23) - 23)
     return np.where(np.isnan(x), x, np.where(result < SMALLEST_NORMAL, 0.0, result)).astype(np.float32)
@@ -99,13 +100,17 @@ def ex2(x: np.ndarray) -> np.ndarray:
 
 
 def _unit_lg2(x: np.ndarray) -> np.ndarray:
-    """The unit's log2(x): exponent plus the logarithm of the significand, cut to 24 bits; x normal or zero."""
+    """The unit's log2(x): exponent plus the logarithm of the significand, cut to 24 bits; x normal or zero.
+
+    The sum has LG2_BITS fraction bits; the magnitude of a negative one is its complement. The polynomial is not zero
+    at 1, where the result is.
+    """
     negative, exponent, fraction = _split(x)
-    total = (exponent - 127 << SQUARE_BITS + 23) + LG2.value(fraction)
-    size = np.abs(total)
-    excess = np.maximum(np.frexp(size.astype(np.float64))[1] - 24, 0)  # total has at most 46 bits: exact
-    cut = (size >> excess << excess).astype(np.float64) * 2.0 ** -(SQUARE_BITS + 23)
-    result = np.where(total < 0, -cut, cut)
+    total = (exponent - 127 << LG2_BITS) + (LG2.value(fraction) >> SQUARE_BITS + 23 - LG2_BITS)
+    size = np.where(total < 0, ~total, total)
+    excess = np.maximum(np.frexp(size.astype(np.float64))[1] - 24, 0)  # size has at most 44 bits: exact in float64
+    cut = (size >> excess << excess).astype(np.float64) * 2.0**-LG2_BITS
+    result = np.where(total < 0, -cut, np.where(x == 1, 0.0, cut))
     result = np.where(exponent == 255, np.where(fraction == 0, np.inf, np.nan), result)
     return np.where(exponent == 0, -np.inf, np.where(negative, np.nan, result)).astype(np.float32)
 

@@ -112,36 +112,12 @@ def _tilted(exponent, delta, value_magnitude, out_magnitude):
 SIGMAS = 6.0
 
 
-def mean_error_bound(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-) -> float:
-    """How far the mean over all elements of (out - o) / o may be from 0, for v in [1, 2).
+def mean_error_bound(dtype: torch.dtype, keys: int, elements: torch.Tensor) -> torch.Tensor:
+    """How far the mean of (out - o) / o over ``elements`` outputs, each one weight, may be from 0.
 
-    Rounding to nearest has no preferred direction. The output's own rounding is at most ``u`` of an element and
-    independent of the others. Rounding a probability, as much of it, reaches all head_dim elements of its row: at most
-    ``2 u w_j``, since v_j <= 2 o. Uniformly distributed errors of at most e have a variance of e^2 / 3; means over
-    elements and over rows follow. What fp32 does (6 + 3 n times 2^-23, as in ``bounds``) may lean one way.
-
-    Holds where rows and elements are different numbers: not with broadcast or equal inputs.
+    Rounding to nearest has no preferred direction: of an output and of the probability that it shows each errs by at
+    most u, independently of other elements, with a variance of u^2 / 3 if uniform. What fp32 does, (6 + 3 n) f as in
+    ``bounds``, may lean one way. A rounding towards zero leans by u / (2 ln 2) on average over mantissas.
     """
-    batch, query_len, heads, head_dim = q.shape
-    key_len, kv_heads = k.shape[1], k.shape[2]
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    visible = reference.visible_keys(query_len, key_len, causal=causal, device=q.device)
-    rows = batch * heads * int(visible.any(dim=1).sum())
-    if rows == 0:
-        return 0.0
-    squares = 0.0  # of the weights, over all rows
-    for b in range(batch):
-        for head in range(heads):
-            query, key = q[b, :, head].double(), k[b, :, head // (heads // kv_heads)].double()
-            logits = (scale * (query @ key.T)).masked_fill(~visible, -math.inf)
-            squares += float(logits.softmax(dim=1).nan_to_num().square().sum())
-    nearest = ROUNDOFF[q.dtype]
-    variance = nearest**2 / 3 * (1 / (rows * head_dim) + 4 * squares / rows**2)
-    return SIGMAS * math.sqrt(variance) + (6 + 3 * key_len) * FP32
+    deviation = ROUNDOFF[dtype] * (2.0 / 3.0 / elements.double()).sqrt()
+    return SIGMAS * deviation + (6 + 3 * keys) * FP32

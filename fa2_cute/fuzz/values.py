@@ -54,9 +54,19 @@ def _zeros(case, q, k, v, generator):
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def _positive_values(case, q, k, v, generator):
-    """Weights of about the same size and v in [1, 2): roundings that lean one way add up instead of cancelling."""
-    return 0.25 * q, k, 1.0 + torch.rand(v.shape, generator=generator)
+def _single_weights(case, q, k, v, generator):
+    """Each output element is one weight, times 64: column d of KV head h shows key d % 64 of tile h.
+
+    Roundings that lean one way, be it those of one register, then show in the mean over rows.
+    """
+    v.zero_()
+    for head in range(case.kv_heads):
+        first = KEYS_A_TILE * (head % -(-case.key_len // KEYS_A_TILE)) if case.key_len else 0
+        for column in range(case.head_dim):
+            key = first + column % KEYS_A_TILE
+            if key < case.key_len:
+                v[:, key, head, column] = 64.0
+    return 0.5 * q, k, v
 
 
 def _one_huge_logit(case, q, k, v, generator):
@@ -80,27 +90,68 @@ def _falling_logits(case, q, k, v, generator):
     return q, k.flip(1), v
 
 
-def _late_jumps(case, q, k, v, generator):
-    """A few keys of one tile stand above the others, by a step of JUMPS that each row draws for itself.
+def _jumps(case, q, k, v, generator, rows):
+    """A few keys of one tile stand above the others, by a step of JUMPS that each of ``rows`` draws for itself.
 
-    Base-2 logits are steps alone where the scale allows it. Rows that jump share a warp, a quad and an accumulator with
-    rows that do not; the jump falls into any tile, so a reference kept from the tiles before it is wrong by the step.
-    With small v a sum of probabilities may overflow where the output does not, with large v the other way round.
+    Base-2 logits are steps alone where the scale allows it. The jump falls into the first half of the keys, late for a
+    kernel that goes downwards: a reference kept from the tiles before is wrong by the step. With small v a sum of
+    probabilities may overflow where the output does not, with large v the other way round. rows: bool, like q[..., 0].
     """
     if not case.key_len:
         return q, k, v
     steps = torch.tensor(JUMPS)[torch.randint(len(JUMPS), q.shape[:3], generator=generator)]
-    jumps = torch.where(torch.rand(q.shape[:3], generator=generator) < 0.5, steps, 0.0)
-    base2 = case.scale * math.log2(math.e)
-    unit = base2 if 2.0**-6 <= abs(base2) <= 2.0**6 else math.copysign(1.0, base2)
-    q[..., 0] = jumps / unit
+    q[..., 0] = torch.where(rows, steps, 0.0) / _base2_unit(case)
     k[..., 0] = 0.0
     q[..., 1:] *= 0.125
-    first = _draw(case.key_len, generator)
+    first = _draw(case.key_len // 2, generator)
     last = min(first + (1, 2, 8)[_draw(3, generator)], case.key_len)
     k[:, first:last] = 0.0
     k[:, first:last, :, 0] = 1.0
     return q, k, v * STRETCH[case.dtype] ** (-1, 0, 1)[_draw(3, generator)]
+
+
+def _base2_unit(case) -> float:
+    """What a product q.k of 1 means in powers of two of the weight; of scales far from 1 only the sign."""
+    unit = case.scale * math.log2(math.e)
+    return unit if 2.0**-6 <= abs(unit) <= 2.0**6 else math.copysign(1.0, unit)
+
+
+def _late_jumps(case, q, k, v, generator):
+    """Rows that jump share a warp, a quad and an accumulator with rows that do not."""
+    return _jumps(case, q, k, v, generator, torch.rand(q.shape[:3], generator=generator) < 0.5)
+
+
+def _rare_jumps(case, q, k, v, generator):
+    """One row of a warp's sixteen, or none: what the others vote must not matter."""
+    return _jumps(case, q, k, v, generator, torch.rand(q.shape[:3], generator=generator) < 1 / 16)
+
+
+def _octet_jumps(case, q, k, v, generator):
+    """Every other octet of rows: one of the two rows that a lane of an m16n8 accumulator holds, and never the other."""
+    rows = (torch.arange(case.query_len) // 8 + case.seed) % 2 == 0
+    return _jumps(case, q, k, v, generator, rows[None, :, None].expand(q.shape[:3]))
+
+
+def _one_large_column(case, q, k, v, generator):
+    """The same with only column ``seed % head_dim`` of v large, so that only there an output may overflow."""
+    q, k, v = _jumps(case, q, k, v.clamp(-3, 3), generator, torch.rand(q.shape[:3], generator=generator) < 0.5)
+    v = v / v.abs().amax().clamp(min=1e-30)
+    v[..., case.seed % case.head_dim] *= STRETCH[case.dtype]
+    return q, k, v
+
+
+def _steep_logits(case, q, k, v, generator):
+    """A step of 2^256 in weight from key to key, up for some rows and down for the others.
+
+    A row is its last or its first visible key alone. A key that it must not see would drown it, in a sum or a maximum.
+    """
+    ramp = torch.arange(case.key_len, dtype=torch.float32)[:, None] * 128.0
+    sign = torch.where(torch.rand(q.shape[:3], generator=generator) < 0.8, 1.0, -1.0)
+    q.zero_()
+    k.zero_()
+    q[..., 0] = 2.0 * sign / _base2_unit(case)
+    k[..., 0] = ramp
+    return q, k, v
 
 
 def _large_values(case, q, k, v, generator):
@@ -148,11 +199,15 @@ _MAKERS = {
     "large_logits": _large_logits,
     "all_equal": _all_equal,
     "zeros": _zeros,
-    "positive_values": _positive_values,
+    "single_weights": _single_weights,
     "one_huge_logit": _one_huge_logit,
     "rising_logits": _rising_logits,
     "falling_logits": _falling_logits,
     "late_jumps": _late_jumps,
+    "rare_jumps": _rare_jumps,
+    "octet_jumps": _octet_jumps,
+    "one_large_column": _one_large_column,
+    "steep_logits": _steep_logits,
     "large_values": _large_values,
     "minus_infinite_keys": _minus_infinite_keys,
     "minus_infinite_tiles": _minus_infinite_tiles,

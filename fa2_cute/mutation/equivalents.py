@@ -33,4 +33,60 @@ def reason(kind: str, change: str, opcode: str = "", source: str = "") -> str | 
     return None
 
 
-EQUIVALENTS: tuple[Equivalent, ...] = ()
+_UNREAD = "the kernel reads the extents of q and the number of keys of k; the others are parameters that nothing reads"
+_FLOOR = "the sign correction of a division that rounds down; lengths are not negative"
+_SWITCH = "both forms are exact near the threshold; which of them a row on it takes does not matter"
+_ULP = "one rounding of a float32 by one unit, 2^-23: the bounds grant every operation as much (fuzz/bounds.py)"
+_REDO = "only makes the block do its tiles again, following the maximum, where it need not: slower, and as exact"
+_NO_REFERENCE = "rows without a reference have O = 0 and a sum of 0, which any finite factor keeps"
+_LIMIT = "a limit of -inf asks for a look at the maximum in every tile: slower, and as exact"
+_UNIFORM = "broadcasts a value that all lanes of the warp have already, to let the compiler use a uniform register"
+_TRACK = "V tiles of the pass that only looks for maxima: loaded with K to keep the count of groups, and not read"
+_BRANCH = "orders no memory: it keeps the compiler from turning the branch into selects"
+_NO_TILES = "a query tile without a key tile: its rows are written as zeros whatever the accumulators hold"
+
+EQUIVALENTS: tuple[Equivalent, ...] = (
+    # the call
+    *(
+        Equivalent("extent", _UNREAD, change)
+        for change in ("batch of *", "heads of k *", "* of v *", "* of out *", "* of lse *")
+    ),
+    Equivalent("grid", "blocks of heads that do not exist have no work (ForwardSpec.grid)", "one more in y"),
+    # arithmetic that cannot be seen
+    Equivalent("rounding", _ULP, "rn to rz", "fma.rn.f32"),
+    *(
+        Equivalent(kind, _FLOOR, opcode=opcode, source=source)
+        for kind, opcode in (
+            ("comparison", "setp.*"),
+            ("opposite", "setp.*"),
+            ("logic", "*.pred"),
+            ("selection", "selp.*"),
+            ("integer_constant", "setp.*"),
+            ("integer_constant", "sh?.s32"),
+            ("integer_constant", "selp.*"),
+        )
+        for source in ("*ceil_div(*", "*// tile_n*")
+    ),
+    Equivalent("integer_constant", "a sign moved by 31 bits or by 32 is the same", "+1", "shr.s32", "*[/]*"),
+    Equivalent("integer_constant", _FLOOR, opcode="shr.?64", source="*// (layouts.VECTOR_BYTES * 8*"),
+    Equivalent("integer_constant", "masks a bit that is 0: twice the lane is even", "+1", "and.b32", "*make_identity*"),
+    # the softmax
+    Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*FUSED_LIMIT*"),
+    Equivalent("float_constant", _SWITCH, "larger", "setp.*.f32", "*FUSED_LIMIT*"),
+    Equivalent("float_constant", _SWITCH, "larger", source="*RESCALE_SLACK*"),
+    Equivalent("float_constant", _SWITCH, "larger", source="*LARGEST_SUM*"),
+    Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*LARGEST_SUM*"),
+    Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*row_max[[]r] > state.row_limit*"),
+    Equivalent("float_constant", _NO_REFERENCE, "larger", "selp.f32", "factor = *Float32(1.0)"),
+    Equivalent("selection", _LIMIT, "operands swapped", "selp.f32", "limit = *RESCALE_SLACK*"),
+    Equivalent("float_constant", _REDO, "to 1", "fma.rn.f32", "zero = *"),
+    Equivalent("logic", _REDO, "or to and", source="*sound & (zero == 0.0)*"),
+    # control
+    Equivalent("barrier", _BRANCH, "dropped", "bar.warp.sync", "*keeps * a branch*"),
+    Equivalent("shuffle", _UNIFORM, "dropped", "shfl.sync.idx.b32"),
+    Equivalent("shuffle", _UNIFORM, "lane doubled", "shfl.sync.idx.b32"),
+    Equivalent("copy", _TRACK, "dropped", source="cute.copy(ring.copy, vector, *"),
+    Equivalent("copy", _TRACK, "dropped", source="cute.copy(copy, row_vector(*"),
+    Equivalent("guard", _NO_TILES, "never", "bra", "if n_end > 0:"),
+    Equivalent("float_constant", _NO_TILES, "to 1", "mov.b32", "cute.arch.cp_async_commit_group()"),
+)
