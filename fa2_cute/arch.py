@@ -62,7 +62,7 @@ def by_capability(major: int, minor: int) -> Architecture:
     try:
         return _BY_CAPABILITY[major, minor]
     except KeyError:
+        reason = " (cp.async and bf16 mma.sync need sm_80 or newer)" if major < 8 else ""
         raise ValueError(
-            f"device: compute capability {major}.{minor} (sm_{major}{minor}) is not supported, takes "
-            f"{', '.join(BY_NAME)} (cp.async and bf16 mma.sync need sm_80 or newer)"
+            f"device: got compute capability {major}.{minor} (sm_{major}{minor}), takes {', '.join(BY_NAME)}{reason}"
         ) from None

@@ -39,26 +39,30 @@ def flash_attn_func(
             reads KV head ``h // (heads // kv_heads)``.
         softmax_scale: finite number, by default ``head_dim ** -0.5``.
         causal: query i sees keys ``j <= i + key_len - query_len`` (aligned to the bottom right).
+        window_size: (-1, -1), or (-1, 0), which is ``causal``.
         deterministic: accepted; the forward pass always is.
         return_softmax_lse: also return the logsumexp.
+        return_attn_probs: return (out, lse, None), as flash-attn's callers unpack it without dropout.
     Returns:
         out (batch, query_len, heads, head_dim) in q's dtype, contiguous; with ``return_softmax_lse`` (out, lse), lse
-        (batch, heads, query_len) float32, natural logarithm. A query that sees no key gets 0 and -inf.
+        (batch, heads, query_len) float32, natural logarithm. A query that sees no key gets 0 and -inf (flash-attn's
+        logsumexp is +inf there). Where v holds an infinity or NaN, queries that see that key get what float64 gives,
+        and queries of the same KV head that do not see it may get NaN (0 * inf).
 
     Any strides are taken as long as the last is 1. A tensor whose start or whose strides are not multiples of 16 bytes
     is copied first. CUDA tensors run on torch's current stream without synchronising; CPU tensors run the sm_120a
     kernel in the emulator.
 
-    Raises TypeError, ValueError or NotImplementedError before anything is launched.
+    Before anything is launched it raises TypeError (an argument of the wrong type or dtype), ValueError (a shape,
+    stride, device or number that is not taken) or NotImplementedError (an option that is not there yet, or inputs that
+    require grad).
     """
     _refuse_unsupported(
         dropout_p=(dropout_p, 0.0),
         softcap=(softcap, 0.0),
         alibi_slopes=(alibi_slopes, None),
-        return_attn_probs=(return_attn_probs, False),
     )
-    if not _is_unbounded(window_size):
-        raise NotImplementedError(f"window_size: got {window_size!r}, takes (-1, -1) only: no sliding window yet")
+    causal = bool(causal) or _is_causal_window(window_size)
     problem = Problem.of(q, k, v, causal=causal)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise NotImplementedError(
@@ -83,6 +87,8 @@ def flash_attn_func(
         else:
             for parts in zip(*(tensor.split(MAX_GRID_YZ) for tensor in tensors), strict=True):
                 _launch(kernel, problem, scale_log2, *parts)
+    if return_attn_probs:
+        return out, lse, None
     return (out, lse) if return_softmax_lse else out
 
 
@@ -100,10 +106,16 @@ def _scale_log2(softmax_scale: float | None, head_dim: int) -> float:
     return scale_log2
 
 
-def _is_unbounded(window_size) -> bool:
+def _is_causal_window(window_size) -> bool:
+    """Whether a window is the causal one, (-1, 0), rather than none, (-1, -1)."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size: got {window_size!r}, takes a pair (left, right)")
-    return all(side is None or side == -1 for side in window_size)
+    window = tuple(-1 if side is None else side for side in window_size)
+    if window not in ((-1, -1), (-1, 0)):
+        raise NotImplementedError(
+            f"window_size: got {window_size!r}, takes (-1, -1) or (-1, 0), which is causal: no sliding window yet"
+        )
+    return window == (-1, 0)
 
 
 def _launch(kernel: jit.Kernel, problem: Problem, scale_log2: float, *tensors: torch.Tensor):

@@ -1,7 +1,7 @@
 """From a specification to code: compile once per (specification, architecture), keep in memory and on disk, launch."""
 
 import functools
-import sys
+import logging
 import tempfile
 import threading
 from dataclasses import dataclass, field
@@ -14,6 +14,8 @@ from .spec import ForwardSpec
 
 ENTRY_POINT = "fa2_cute_forward"  # the launcher's name in the object file
 
+# A person should never wait in silence; the level is one that Python shows where nobody has configured logging.
+_LOG = logging.getLogger("fa2_cute")
 _KERNELS: dict[tuple[ForwardSpec, Architecture], "Kernel"] = {}
 _LOCK = threading.Lock()
 
@@ -63,22 +65,34 @@ def kernels() -> int:
 
 
 def obtain(spec: ForwardSpec, arch: Architecture, where: store.Store | None) -> store.Code:
-    """The code for ``spec`` on ``arch`` from ``where``; compiled and put there if it is not there in good order."""
+    """The code for ``spec`` on ``arch`` from ``where``; compiled and put there if it is not there in good order.
+
+    A folder that cannot be written to is worth a warning, not an error: the kernel is compiled for this process.
+    """
     if where is None:
         return _compile(spec, arch)
-    name = store.entry_name(f"{spec} {arch}")
+    name = entry_name(spec, arch)
     code = where.load(name)
-    if code is None:
+    if code is not None:
+        return code
+    try:
         with where.lock(name):
             code = where.load(name)  # another process may have been faster
             if code is None:
                 code = _compile(spec, arch)
                 where.save(name, code)
-    return code
+    except OSError as error:
+        _LOG.warning("fa2_cute: compiled kernels cannot be kept in %s: %s", where.folder, error)
+    return code if code is not None else _compile(spec, arch)
+
+
+def entry_name(spec: ForwardSpec, arch: Architecture) -> str:
+    """What the code for ``spec`` on ``arch`` is called in a store: every field of both is part of it."""
+    return store.entry_name(f"{spec} {arch}")
 
 
 def _compile(spec: ForwardSpec, arch: Architecture) -> store.Code:
-    print(f"fa2_cute: compiling {spec.title} for {arch.target}, some seconds", file=sys.stderr, flush=True)
+    _LOG.warning("fa2_cute: compiling %s for %s, some seconds", spec.title, arch.target)
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor

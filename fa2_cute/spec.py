@@ -33,15 +33,18 @@ class ForwardSpec:
     def __post_init__(self):
         if self.dtype not in ("float16", "bfloat16"):
             raise ValueError(f"dtype: got {self.dtype!r}, takes 'float16' or 'bfloat16'")
+        for name in ("head_dim", "tile_m", "tile_n", "warps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes a positive number")
         if self.head_dim % SWIZZLE_ROW_ELEMENTS:
             raise ValueError(f"head_dim: got {self.head_dim}, takes a multiple of {SWIZZLE_ROW_ELEMENTS}")
         if self.tile_m % (16 * self.warps):
             raise ValueError(f"tile_m: got {self.tile_m}, takes a multiple of 16 rows for each of {self.warps} warps")
         rows_a_pass = self.threads // 8
-        if self.tile_n % 16 or self.tile_n % rows_a_pass or self.tile_m % rows_a_pass:
+        if self.tile_n % 16 or self.tile_n % rows_a_pass:
             raise ValueError(
-                f"tile_n: got {self.tile_n} with tile_m {self.tile_m}; both must be multiples of 16 and of the "
-                f"{rows_a_pass} rows that {self.threads} threads copy at a time"
+                f"tile_n: got {self.tile_n}, takes a multiple of 16 and of the {rows_a_pass} rows that "
+                f"{self.threads} threads copy at a time"
             )
         if self.reference not in ("trailing", "first"):
             raise ValueError(f"reference: got {self.reference!r}, takes 'trailing' or 'first'")

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import shutil
-import tempfile
+import uuid
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +19,9 @@ from pathlib import Path
 import filelock
 import platformdirs
 
+# What a compiler chooses instructions by, as /proc/cpuinfo spells it on x86-64 and on Arm. Other flags come and go with
+# kernels and microcode.
+INSTRUCTION_SETS = ("sse", "ssse", "avx", "fma", "bmi", "abm", "popcnt", "movbe", "f16c", "adx", "asimd", "sve")
 COMPILER_PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 MANIFEST, PTX, CUBIN, OBJECT = "manifest.json", "kernel.ptx", "kernel.cubin", "kernel.o"
 
@@ -66,7 +69,8 @@ class Store:
     def save(self, name: str, code: Code):
         """Write an entry; readers see all of it or none. Replaces a damaged one."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=self.folder, prefix="new-"))
+        scratch = self.folder / f"new-{uuid.uuid4().hex}"
+        scratch.mkdir()  # with the user's umask: a folder may be made to be shipped
         try:
             for file, content in code.files().items():
                 (scratch / file).write_bytes(content)
@@ -106,9 +110,10 @@ def _surroundings() -> str:
 
 
 def _processor() -> str:
-    """What this host's processor can do: the launchers in the object files are compiled for it."""
+    """The instruction sets of this host: the launchers in the object files are compiled for them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
+    return " ".join(sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))) or platform.processor()

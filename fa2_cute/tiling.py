@@ -9,16 +9,17 @@ from .spec import ForwardSpec
 # (tile_m, tile_n, warps, stages) by head_dim.
 #
 # sm_120, sm_121, sm_86, sm_89: 100 KiB of shared memory an SM. 16 query rows a warp on 8 warps, so that two warps a
-# sub-partition are resident and the softmax of one runs under the MMAs of the other (an m16n8k16 takes 32 cycles there,
-# so K/V fragment traffic is no limit: 288 shared-memory cycles a warp and tile against 1024 of its tensor pipe).
+# sub-partition are resident and the softmax of one runs under the MMAs of the other. An m16n8k16 takes 32 cycles on
+# sm_120, so K/V fragment traffic is no limit: a warp and tile of head_dim 128 are 288 shared-memory cycles against
+# 4096 of its tensor pipe.
 _SMALL_SHARED = {128: (128, 64, 8, 2), 64: (128, 64, 8, 2)}
-# sm_80, sm_90, sm_100: an m16n8k16 takes 6 to 8 cycles (sm_90: measured), so fragments read from shared memory are the
-# limit with 16 rows a warp: 32 rows halve them. Two blocks of 4 warps fit an SM. On sm_90 48 keys beat 64 at head_dim
-# 128: the registers saved on S let the compiler load fragments further ahead (docs/performance.md).
+# sm_90 (measured: docs/performance.md), and sm_80 and sm_100 by analogy, unmeasured: an m16n8k16 takes 6 cycles, so
+# fragments read from shared memory are the limit with 16 rows a warp; 32 rows halve them. Two blocks of 4 warps fit an
+# SM. 48 keys beat 64 at head_dim 128: the registers saved on S let the compiler load fragments further ahead.
 _LARGE_SHARED = {128: (128, 48, 4, 2), 64: (128, 64, 4, 2)}
 
 _TABLE = {
-    "sm_80": {128: (128, 32, 4, 2), 64: (128, 64, 4, 2)},  # 164 KiB an SM: 64 KiB a block keeps two blocks,
+    "sm_80": _LARGE_SHARED,
     "sm_86": _SMALL_SHARED,
     "sm_89": _SMALL_SHARED,
     "sm_90": _LARGE_SHARED,

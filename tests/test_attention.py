@@ -281,3 +281,50 @@ def test_the_first_cpu_call_says_once_that_it_is_emulated():
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout == ""
     assert result.stderr.count("EmulationNotice") == 1, result.stderr
+
+
+@quiet
+def test_what_is_returned():
+    """As flash-attn's callers unpack it."""
+    q = torch.randn(1, 3, 2, 64).half()
+    out = flash_attn_func(q, q, q)
+    with_lse = flash_attn_func(q, q, q, return_softmax_lse=True)
+    with_probs = flash_attn_func(q, q, q, return_attn_probs=True)
+    assert len(with_lse) == 2
+    assert len(with_probs) == 3
+    assert torch.equal(out, with_lse[0])
+    assert torch.equal(out, with_probs[0])
+    assert torch.equal(with_lse[1], with_probs[1])
+    assert with_probs[2] is None
+
+
+@quiet
+@pytest.mark.parametrize("window", [(-1, 0), (None, 0), [-1, 0]], ids=str)
+def test_the_causal_window_is_causal(window):
+    q, k, v = (torch.randn(1, n, 2, 64).half() for n in (70, 90, 90))
+    assert torch.equal(flash_attn_func(q, k, v, window_size=window), flash_attn_func(q, k, v, causal=True))
+
+
+@quiet
+def test_a_sum_whose_reciprocal_would_be_flushed():
+    """The first tile is 2^123.5 below the last: the row sum lies in [2^126, 2^127), its reciprocal below 2^-126."""
+    q = torch.zeros(1, 140, 8, 64, dtype=torch.bfloat16)
+    q[..., 0] = 123.5
+    k = torch.zeros(1, 140, 8, 64, dtype=torch.bfloat16)
+    k[:, :8, :, 0] = 1
+    out = flash_attn_func(q, k, torch.ones_like(k), softmax_scale=math.log(2))
+    assert torch.equal(out, torch.ones_like(out))
+
+
+@quiet
+@pytest.mark.parametrize("key", [3, 69], ids=["inside", "last"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_value_that_is_not_finite(dtype, value, key):
+    """It reaches its own column, as float64 has it, and no copy of it stands in for keys past the end."""
+    q, k, v = (torch.randn(1, 70, 2, 64).to(dtype) for _ in range(3))
+    v[0, key, 0, 5] = value
+    out = flash_attn_func(q, k, v).double()
+    expected, _ = reference.attention(q, k, v)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isinf(), expected.isinf())

@@ -1,10 +1,12 @@
 """Compiled code on disk: found again, not trusted when damaged or stale, compiled once by those who start together."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,7 +23,7 @@ def folder(tmp_path):
     return store.Store(tmp_path / "cache")
 
 
-@given(st.text(st.characters(codec="utf-8", exclude_characters="\r")), st.binary(), st.binary())
+@given(st.text(st.characters(codec="utf-8")), st.binary(), st.binary())
 def test_what_was_saved_is_loaded(tmp_path_factory, ptx, cubin, object_code):
     where = store.Store(tmp_path_factory.mktemp("cache"))
     code = store.Code(ptx, cubin, object_code)
@@ -55,19 +57,53 @@ def test_a_damaged_manifest_is_not_trusted(folder, manifest):
     assert folder.load("entry") is None
 
 
-def test_every_field_of_a_specification_names_another_entry():
-    specs = {str(spec) for name in arch.BY_NAME for spec in tiling.shipped(arch.by_name(name))}
-    names = {store.entry_name(f"{spec} {name}") for spec in specs for name in arch.BY_NAME}
-    assert len(names) == len(specs) * len(arch.BY_NAME)
+OTHER = {"dtype": "float16", "head_dim": 192, "causal": True, "tile_m": 256, "tile_n": 128, "warps": 4, "stages": 3}
 
 
-def test_other_sources_name_another_entry(monkeypatch):
-    before = store.entry_name("spec")
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(SPEC)])
+def test_every_field_of_a_specification_names_another_entry(field):
+    """A new field without an entry in OTHER fails here: it must be part of what tells code apart."""
+    base = dataclasses.replace(SPEC, reference="trailing")
+    other = {**OTHER, "reference": "first"}[field]
+    names = [jit.entry_name(spec, arch.TARGET) for spec in (base, dataclasses.replace(base, **{field: other}))]
+    assert names[0] != names[1]
+
+
+def test_every_architecture_names_another_entry():
+    assert len({jit.entry_name(SPEC, architecture) for architecture in arch.BY_NAME.values()}) == len(arch.BY_NAME)
+
+
+@pytest.mark.parametrize("changed", ["version", "source", "processor"])
+def test_other_surroundings_name_another_entry(monkeypatch, changed):
+    before = jit.entry_name(SPEC, arch.TARGET)
+    if changed == "version":
+        monkeypatch.setattr(store.metadata, "version", lambda name: "0")
+    elif changed == "source":
+        read = Path.read_bytes
+        monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "softmax.py"))
+    else:
+        monkeypatch.setattr(store, "_processor", lambda: "another")
     store._surroundings.cache_clear()
-    monkeypatch.setattr(store.metadata, "version", lambda name: "0")
-    after = store.entry_name("spec")
+    after = jit.entry_name(SPEC, arch.TARGET)
     store._surroundings.cache_clear()
     assert before != after
+
+
+def test_a_folder_that_takes_nothing_is_a_warning(monkeypatch, tmp_path, caplog):
+    """A file where the folder should be: like a full disk or a home that is read only."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr(jit, "_compile", lambda spec, architecture: CODE)
+    assert jit.obtain(SPEC, arch.TARGET, store.Store(blocked)) == CODE
+    assert str(blocked) in caplog.text
+
+
+def test_an_entry_can_be_read_by_others(folder):
+    """As far as the umask lets them: a folder may be made to be shipped."""
+    folder.save("entry", CODE)
+    reference = folder.folder / "made-by-mkdir"
+    reference.mkdir()
+    assert (folder.folder / "entry").stat().st_mode == reference.stat().st_mode
 
 
 def test_it_is_compiled_once_and_then_found(folder, monkeypatch):

@@ -6,24 +6,42 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from ..spec import SWIZZLE_ROW_ELEMENTS
 from . import layouts
 
 
 @cute.jit
-def load_rows(copy: cute.TiledCopy, tidx: Int32, mX: cute.Tensor, sX: cute.Tensor, first_row: Int32, length: Int32):
-    """cp.async rows ``first_row ...`` of mX (len, head_dim) into sX (rows, head_dim); past the end, the last row again.
+def load_rows(
+    copy: cute.TiledCopy,
+    tidx: Int32,
+    mX: cute.Tensor,
+    sX: cute.Tensor,
+    first_row: Int32,
+    length: Int32,
+    zero_past_end: cutlass.Constexpr,
+):
+    """cp.async rows ``first_row ...`` of mX (len, head_dim) into sX (rows, head_dim).
 
-    The copies stand for rows that do not exist: scores against them are masked, so all that matters is that nothing
-    outside the tensor is touched and that shared memory holds values that 0 * V leaves at 0.
+    Rows from ``length`` on do not exist and nothing outside the tensor is touched. With ``zero_past_end`` they become
+    zeros; else the last row stands in for them, which saves a branch where what they hold is never used.
     """
     thr_copy = copy.get_slice(tidx)
     tXsX = thr_copy.partition_D(sX)
     tXcX = thr_copy.partition_D(cute.make_identity_tensor(flat_shape(sX)))
     for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-        row = cutlass.min(first_row + tXcX[0, i, 0][0], length - 1)
-        for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
-            cute.copy(copy, row_vector(mX, row, tXcX[0, i, j][1], tXsX.shape[0]), tXsX[None, i, j])
+        row = first_row + tXcX[0, i, 0][0]
+        if cutlass.const_expr(zero_past_end):
+            if row < length:
+                _load_row(copy, mX, row, tXcX[None, i, None], tXsX[None, i, None])
+            else:
+                tXsX[None, i, None].fill(0.0)
+        else:
+            _load_row(copy, mX, cutlass.min(row, length - 1), tXcX[None, i, None], tXsX[None, i, None])
+
+
+@cute.jit
+def _load_row(copy: cute.TiledCopy, mX: cute.Tensor, row: Int32, tXcX: cute.Tensor, tXsX: cute.Tensor):
+    for j in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
+        cute.copy(copy, row_vector(mX, row, tXcX[0, j][1], tXsX.shape[0]), tXsX[None, j])
 
 
 @dataclass(frozen=True)
@@ -51,12 +69,12 @@ def make_ring(copy: cute.TiledCopy, tidx: Int32, mX: cute.Tensor, sX: cute.Tenso
 
 
 @cute.jit
-def load_first_tile(ring: Ring, block: Int32, key_len: Int32):
-    """Tile ``block``, which may reach past the end, into slot 0; the next is the one before it."""
+def load_first_tile(ring: Ring, tile: Int32, key_len: Int32, zero_past_end: cutlass.Constexpr):
+    """Key tile ``tile``, which may reach past the end, into slot 0; the next is the one before it."""
     tile_n, cols = flat_shape(ring.sX)
-    load_rows(ring.copy, ring.tidx, ring.mX, ring.sX[None, None, 0], block * tile_n, key_len)
+    load_rows(ring.copy, ring.tidx, ring.mX, ring.sX[None, None, 0], tile * tile_n, key_len, zero_past_end)
     tXcX = ring.copy.get_slice(ring.tidx).partition_D(cute.make_identity_tensor((tile_n, cols)))
-    row = (block - 1) * tile_n + tXcX[0, 0, 0][0]
+    row = (tile - 1) * tile_n + tXcX[0, 0, 0][0]
     ring.cursor[0] = row_vector(ring.mX, row, tXcX[0, 0, 0][1], tXcX.shape[0]).iterator.toint()
 
 
@@ -72,7 +90,7 @@ def load_next_tile(ring: Ring, slot: Int32):
     row_bytes = Int64(ring.row_chunks) * layouts.VECTOR_BYTES
     for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
         for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
-            address = ring.cursor[0] + row_bytes * (i * rows_a_pass) + j * 2 * SWIZZLE_ROW_ELEMENTS
+            address = ring.cursor[0] + row_bytes * (i * rows_a_pass) + j * layouts.LANES_A_ROW * layouts.VECTOR_BYTES
             pointer = cute.make_ptr(
                 ring.mX.element_type, address, cutlass.AddressSpace.gmem, assumed_align=layouts.VECTOR_BYTES
             )

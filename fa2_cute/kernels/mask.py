@@ -13,28 +13,23 @@ from .products import accumulator_rows
 class Visibility:
     """Row i sees keys below key_len and, with ``causal``, up to i + key_len - query_len.
 
-    first_row: the tile's first query row. thr_mma: this thread's part of the MMA, which says which rows it holds.
+    first_row: the query tile's first row.
     """
 
     first_row: Int32
     query_len: Int32
     key_len: Int32
-    thr_mma: cute.TiledMma
     causal: bool
 
 
 @cute.jit
-def hide(
-    visible: Visibility,
-    acc_S: cute.Tensor,
-    n_block: Int32,
-    tile_m: cutlass.Constexpr,
-    tile_n: cutlass.Constexpr,
-):
-    """Set the scores of key block ``n_block`` that a row must not see to -inf."""
-    rS = accumulator_rows(acc_S)
-    cS = accumulator_rows(visible.thr_mma.partition_C(cute.make_identity_tensor((tile_m, tile_n))))
-    first_key = n_block * tile_n
+def apply_mask(visible: Visibility, acc_S: cute.Tensor, tScS: cute.Tensor, n_tile: Int32, tile_n: cutlass.Constexpr):
+    """Set the scores of key tile ``n_tile`` that a row must not see to -inf.
+
+    tScS: (row, key) within the tile for each element of this thread's accumulator.
+    """
+    rS, cS = accumulator_rows(acc_S), accumulator_rows(tScS)
+    first_key = n_tile * tile_n
     for r in cutlass.range_constexpr(cute.size(rS.shape[0])):
         limit = visible.key_len - first_key  # keys of this tile that row r sees
         if cutlass.const_expr(visible.causal):

@@ -16,11 +16,13 @@ MMA_SHAPE = (16, 8, 16)  # PTX ISA: mma.sync.m16n8k16, f16 and bf16
 class Products:
     """One thread's operands of S = Q K^T and O = P V.
 
+    thr_mma             its part of the MMA
     tSsQ, tSsK, tOsV    what its ldmatrix reads of the shared tiles; the last mode of tSsK and tOsV is the ring slot
     tSrQ, tSrK, tOrV    MMA operand registers
     """
 
     tiled_mma: cute.TiledMma
+    thr_mma: cute.ThrMma
     copy_Q: cute.TiledCopy
     copy_K: cute.TiledCopy
     copy_V: cute.TiledCopy
@@ -51,6 +53,7 @@ def partition(tiled_mma: cute.TiledMma, tidx: Int32, sQ: cute.Tensor, sK: cute.T
     copy_V = cute.make_tiled_copy_B(atom_transposed, tiled_mma)
     return Products(
         tiled_mma,
+        thr_mma,
         copy_Q,
         copy_K,
         copy_V,

@@ -8,7 +8,7 @@ from ..spec import group_log2
 
 
 @cute.jit
-def query_tile(heads: Int32, query_len: Int32, tile_m: cutlass.Constexpr):
+def tile_coordinates(heads: Int32, query_len: Int32, tile_m: cutlass.Constexpr):
     """(query tile, head, batch) of this block in a grid made by ``ForwardSpec.grid``; a head >= heads has no work.
 
     Blocks start in the order x, y, z. Heads of a group alternate in x, so that blocks that run together share K and V

@@ -24,8 +24,8 @@ LN_2 = 0.6931471805599453
 # P may grow to 2^8 before O is rescaled: far from fp16's 65504, and sums of 2^8 over any length stay in fp32.
 RESCALE_SLACK = 8.0
 
-# A lane's share of a row sum; four of them still add up to a finite number.
-LARGEST_SUM = 2.0**125
+# A lane's share of a row sum: four of them stay below 2^125, whose reciprocal rcp.approx.ftz does not flush to zero.
+LARGEST_SUM = 2.0**123
 
 # exp2(x * c - m * c) in one FMA carries the rounding error of m * c, 2^-24 |m * c|, in the exponent. It is common to
 # the row and cancels in the quotient, but beyond this bound it could pass fp16's range; such rows take (x - m) * c.
@@ -121,15 +121,18 @@ def take_reference(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32)
             rS[r, c] = rS[r, c] - shift
 
 
-def _offset_and_shift(ref: Float32, scale_log2: Float32) -> tuple[Float32, Float32]:
-    """What to subtract after and before scaling a score relative to ``ref``."""
+def _is_fused(ref: Float32, scale_log2: Float32) -> Boolean:
+    """Whether scores of a row may be scaled and taken relative to ``ref`` in one FMA; not without a reference."""
     offset = ref * scale_log2
-    seen = ref != -Float32.inf
-    fused = cute.arch.fmax(offset, -offset) < FUSED_LIMIT
-    return (
-        cutlass.select_(fused, offset, Float32(0.0)),
-        cutlass.select_(seen & ~fused, ref, Float32(0.0)),
-    )
+    return cute.arch.fmax(offset, -offset) < FUSED_LIMIT
+
+
+def _offset_and_shift(ref: Float32, scale_log2: Float32) -> tuple[Float32, Float32]:
+    """What to subtract after and what before scaling a score relative to ``ref``; nothing without a reference."""
+    fused = _is_fused(ref, scale_log2)
+    zero = Float32(0.0)
+    unfused = (ref != -Float32.inf) & ~fused
+    return cutlass.select_(fused, ref * scale_log2, zero), cutlass.select_(unfused, ref, zero)
 
 
 @cute.jit
@@ -169,16 +172,14 @@ def _raise_reference(
     for r in cutlass.range_constexpr(cute.size(row_max)):
         old = state.row_ref[r]
         new = cute.arch.fmax(old, quad_max(row_max[r]))
-        seen = new != -Float32.inf
-        offset = new * scale_log2 if seen else Float32(0.0)
-        fused = cute.arch.fmax(offset, -offset) < FUSED_LIMIT
+        offset, shift = _offset_and_shift(new, scale_log2)
         # A row that had seen nothing has O = 0 and sum = 0, which any finite factor keeps.
+        seen = new != -Float32.inf
         factor = cute.math.exp2((old - new) * scale_log2, fastmath=True) if seen else Float32(1.0)
-        limit = new + cute.arch.rcp_approx(scale_log2) * RESCALE_SLACK if seen else -Float32.inf
-        shift = Float32(0.0) if fused else new
+        limit = new + cute.arch.rcp_approx(scale_log2) * RESCALE_SLACK
         state.row_ref[r] = new
-        state.row_limit[r] = limit if fused else -Float32.inf
-        state.row_offset[r] = offset if fused else Float32(0.0)
+        state.row_limit[r] = limit if _is_fused(new, scale_log2) else -Float32.inf
+        state.row_offset[r] = offset
         state.row_sum[r] = state.row_sum[r] * factor
         for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
             rS[r, c] = rS[r, c] - shift
@@ -200,8 +201,7 @@ def is_sound(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32, kept:
         zero = Float32(0.0)
         for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
             zero = cute.math.fma(rO[r, c], Float32(0.0), zero)  # NaN if any is not finite
-        offset = state.row_ref[r] * scale_log2
-        fused = cute.arch.fmax(offset, -offset) < FUSED_LIMIT
+        fused = _is_fused(state.row_ref[r], scale_log2)
         sound = sound & (zero == 0.0) & (state.row_sum[r] < LARGEST_SUM) & (fused | ~kept)
     return sound
 
