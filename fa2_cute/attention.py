@@ -48,6 +48,7 @@ def flash_attn_func(
         (batch, heads, query_len) float32, natural logarithm. A query that sees no key gets 0 and -inf (flash-attn's
         logsumexp is +inf there). Where v holds an infinity or NaN, queries that see that key get what float64 gives,
         and queries of the same KV head that do not see it may get NaN (0 * inf).
+        Scores and sums of weighted values are float32 inside: where they pass 2^128, so does the result.
 
     Any strides are taken as long as the last is 1. A tensor whose start or whose strides are not multiples of 16 bytes
     is copied first. CUDA tensors run on torch's current stream without synchronising; CPU tensors run the sm_120a

@@ -328,3 +328,15 @@ def test_a_value_that_is_not_finite(dtype, value, key):
     expected, _ = reference.attention(q, k, v)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.isinf(), expected.isinf())
+
+
+@quiet
+@pytest.mark.parametrize("scale", [0.0, 1e-45, -1e-40, 1e-38, 2e-31, -1e-30])
+def test_a_tiny_scale_with_scores_near_the_top_of_float32(scale):
+    """Scores up to 1e38: their product with the scale decides, not the smallest scale that a register could hold."""
+    q = torch.zeros(1, 5, 1, 64, dtype=torch.bfloat16)
+    q[..., 0] = 1e19
+    k = torch.zeros(1, 200, 1, 64, dtype=torch.bfloat16)
+    k[0, :, 0, 0] = torch.linspace(-1, 1, 200) * 1e19
+    v = torch.randn_like(k)
+    check_tensors(q, k, v, softmax_scale=scale, causal=False)
