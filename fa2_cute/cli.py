@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .resources import ToolMissing
+
 app = typer.Typer(help="FlashAttention-2 for sm_120 in CuTe DSL.", add_completion=False, pretty_exceptions_enable=False)
 # What a table needs; a terminal has its own width, a pipe has none.
 PIPE_WIDTH = 100
@@ -24,7 +26,7 @@ COMPONENTS = (
 )
 
 # Errors whose message is for the person at the keyboard. Others are faults of the project, with a traceback.
-EXPECTED = (ValueError, NotImplementedError, RuntimeError, OSError)
+EXPECTED = (ValueError, ToolMissing, OSError)
 
 
 def _console() -> Console:
@@ -88,7 +90,7 @@ def fuzz(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "hypothesis":
             raise
-        raise RuntimeError("fuzz: needs hypothesis, which comes with: pip install 'fa2_cute[test]'") from None
+        raise ToolMissing("fuzz: needs hypothesis, which comes with: pip install 'fa2_cute[test]'") from None
     if seed is None:
         seed = random.randrange(2**32)
     if command.run(minutes, seed, str(_device(device)), folder, _console()).failures:

@@ -14,6 +14,10 @@ from .jit import Kernel
 REGISTER_UNIT = 256  # registers are given to a warp in units of 256 (CUDA occupancy calculator, all of sm_80 .. sm_121)
 
 
+class ToolMissing(RuntimeError):
+    """A program or package that is not installed, and how to install it."""
+
+
 @dataclass(frozen=True)
 class Usage:
     """Resources of one kernel on its architecture.
@@ -35,7 +39,8 @@ class Usage:
 
 
 def usage(kernel: Kernel) -> Usage:
-    """Resources of ``kernel``; RuntimeError where cuobjdump is missing or does not understand the binary."""
+    """Resources of ``kernel``; ToolMissing without cuobjdump, RuntimeError where it does not
+    understand the binary."""
     report = _res_usage(kernel.cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
     if found is None:
@@ -46,7 +51,11 @@ def usage(kernel: Kernel) -> Usage:
 
 
 def resident_blocks(arch: Architecture, registers: int, threads: int, shared_bytes: int) -> int:
-    """Blocks of ``threads`` threads that fit one multiprocessor of ``arch`` together."""
+    """Blocks of ``threads`` threads that fit one multiprocessor of ``arch`` together.
+
+    By registers, threads and shared memory. The hardware's own limit (16 blocks or more everywhere) cannot bind for
+    blocks of 128 threads or more.
+    """
     warps = threads // 32
     warp_registers = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
     if shared_bytes > arch.shared_block_bytes:
@@ -73,5 +82,5 @@ def _cuobjdump() -> str:
     packaged = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/cuobjdump"))
     found = str(packaged[-1]) if packaged else shutil.which("cuobjdump")
     if found is None:
-        raise RuntimeError("cuobjdump: not found; install the package nvidia-cuda-cuobjdump or the CUDA toolkit")
+        raise ToolMissing("cuobjdump: not found; install the package nvidia-cuda-cuobjdump or the CUDA toolkit")
     return found
