@@ -47,7 +47,7 @@ def run(
     """Launch ``kernel`` on (q, k, v, out, lse) in the emulator; out and lse are written.
 
     ``counters``: also count bank conflicts, sectors and bytes. ``numerics``: "ieee", or "sm_90" for the bits of that
-    hardware's tensor cores and special functions, at about a third of the speed (docs/emulator.md, "Numbers").
+    hardware's tensor cores and special functions, at about a quarter of the speed (docs/emulator.md, "Numbers").
 
     A launch that will take longer than QUIET_SECONDS says so on stderr first and shows its progress; Ctrl-C stops it.
     """

@@ -18,8 +18,7 @@ from .numerics import canon
 def accumulate(c: np.ndarray, products: np.ndarray) -> np.ndarray:
     """The accumulation rule: float32 sum of the exact products of one mma, added to c with one more rounding.
 
-    The hardware adds with truncated alignment in an order of its own, so results differ in the last bits; a
-    bit-faithful model would replace this function and the matmul that feeds it.
+    The hardware aligns, cuts and adds by a rule of its own, so last bits differ: see ``tensor_core``.
     """
     return np.add(products, c, out=products)
 

@@ -343,8 +343,8 @@ def launch(
     with that
     seed);
     results of a race-free kernel do not depend on it. ``numerics``: "ieee", where mma.sync sums in float32 and the
-    .approx functions are rounded once, or "sm_90", where both have the bits of that hardware (about a third of the
-    speed). Raises ArgumentError for what does not fit, and the
+    .approx functions are rounded once, or "sm_90", where both have the bits of that hardware (about a quarter of
+    the speed). Raises ArgumentError for what does not fit, and the
     hazard classes of ``errors`` for what the kernel does.
     """
     grid, block = dimensions(grid, "grid"), dimensions(block, "block")
@@ -363,9 +363,7 @@ def launch(
     params, tensors = pack_arguments(kernel, args)
     started = time.perf_counter()
     with np.errstate(all="ignore"):
-        machine = Machine(
-            kernel, grid, block, params, tensors, shared_bytes, arch, checks, counters, schedule, model
-        )
+        machine = Machine(kernel, grid, block, params, tensors, shared_bytes, arch, checks, counters, schedule, model)
         total = grid[0] * grid[1] * grid[2]
         step = machine.resident_blocks()
         for first in itertools.count(0, step):

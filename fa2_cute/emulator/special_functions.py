@@ -29,7 +29,7 @@ SMALLEST_NORMAL = np.float32(2.0**-126)
 
 @functools.cache
 def squares() -> np.ndarray:
-    """The squarer: of each 17-bit offset t / 2^17 its square in units of 2^-15, without the dropped partial products."""
+    """The squarer: of each 17-bit offset t / 2^17 its square in units of 2^-15, less the dropped partial products."""
     t = np.arange(1 << OFFSET_BITS)
     bits = [t >> OFFSET_BITS - i & 1 for i in range(1, OFFSET_BITS + 1)]  # bits[i - 1] weighs 2^-i
     square = np.zeros(len(t), np.int64)

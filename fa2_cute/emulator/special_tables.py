@@ -1,7 +1,7 @@
-"""Coefficients of the sm_90 special-function unit's quadratic interpolation, one row a coefficient, one entry a segment.
+"""Coefficients of the sm_90 special-function unit's quadratic interpolation: a row a coefficient, an entry a segment.
 
-Recovered from results of an H200: within the structure that ``special_functions`` describes, the only integers that
-reproduce all recorded values (docs/emulator.md, "Numbers").
+Fitted to results of an H200, all of which they reproduce in the structure that ``special_functions`` describes
+(docs/emulator.md, "Numbers").
 """
 
 RCP_C0 = (
