@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import sys
 
 import torch
 
@@ -63,6 +64,8 @@ def flash_attn_func(
         softcap=(softcap, 0.0),
         alibi_slopes=(alibi_slopes, None),
     )
+    if causal not in (True, False):
+        raise TypeError(f"causal: got {causal!r}, takes True or False")
     causal = bool(causal) or _is_causal_window(window_size)
     problem = Problem.of(q, k, v, causal=causal)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -72,6 +75,9 @@ def flash_attn_func(
         )
     scale_log2 = _scale_log2(softmax_scale, problem.head_dim)
     architecture = _architecture(q.device)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.numel() and not x.data_ptr():
+            raise ValueError(f"{name}: got a {type(x).__name__} without memory of its own, takes one that has some")
 
     out = torch.empty(
         (problem.batch, problem.query_len, problem.heads, problem.head_dim), dtype=q.dtype, device=q.device
@@ -99,7 +105,10 @@ def _scale_log2(softmax_scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5 * LOG2_E
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
         raise TypeError(f"softmax_scale: got {type(softmax_scale).__name__}, takes a real number or None")
-    scale_log2 = float(softmax_scale) * LOG2_E
+    try:
+        scale_log2 = float(softmax_scale) * LOG2_E
+    except OverflowError:  # an integer beyond float64
+        scale_log2 = math.inf
     if not abs(scale_log2) <= FLOAT32_MAX:
         raise ValueError(
             f"softmax_scale: got {softmax_scale!r}, takes a finite number below {FLOAT32_MAX / LOG2_E:.4g}"
@@ -128,8 +137,13 @@ def _launch(kernel: jit.Kernel, problem: Problem, scale_log2: float, *tensors: t
     else:
         from . import emulation
 
-        emulation.announce()
-        emulation.run(kernel, problem, tensors, scale_log2)
+        _outside_dynamo(emulation.announce_and_run)(kernel, problem, tensors, scale_log2)
+
+
+def _outside_dynamo(function):
+    """``function``, which torch.compile must not trace: it would unroll the emulator. Loads no compiler to say so."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return function if dynamo is None else dynamo.disable(function)
 
 
 def _refuse_unsupported(**options):
@@ -151,6 +165,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
     The stride of an extent of 1 is never multiplied by anything but 0, so it is replaced rather than copied for.
     """
+    x = x.resolve_neg()
     if _starts_aligned(x.data_ptr(), *x.stride()[:3]):
         return x
     strides = [0 if extent == 1 else stride for extent, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import warnings
 
 import numpy as np
@@ -12,9 +13,10 @@ import torch
 from . import emulator
 from .jit import Kernel
 from .problem import Problem
+from .spec import ForwardSpec
 
-# 400,000 m16n8k16 a second (docs/emulator.md) of 16 * 8 * 16 multiply-adds.
-MULTIPLY_ADDS_A_SECOND = 400_000 * 16 * 8 * 16
+# Of one core of a 2020s server, measured: the blocks that run side by side cost this much, and this much a key tile.
+SECONDS_A_WAVE, SECONDS_A_TILE = 0.03, 0.015
 QUIET_SECONDS = 10
 
 DYNAMIC_4D = {"extents": (0, 1, 2), "strides": (0, 1, 2)}  # head_dim and its stride of 1 are compiled in
@@ -31,7 +33,7 @@ def announce():
     warnings.warn(
         "fa2_cute: CPU tensors run the sm_120a kernel in the emulator, exactly but slowly",
         EmulationNotice,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -62,7 +64,7 @@ def run(
         np.int32(problem.heads // problem.kv_heads),
     ]
     spec = kernel.spec
-    with _progress(problem) as progress:
+    with _progress(spec, problem) as progress:
         return emulator.launch(
             _module(kernel.ptx).kernel(),
             grid=spec.grid(*out.shape[:1], problem.heads, problem.query_len),
@@ -76,18 +78,26 @@ def run(
         )
 
 
-def estimated_seconds(problem: Problem) -> float:
-    """About how long one core emulates ``problem``."""
-    scores = problem.batch * problem.heads * problem.query_len * problem.key_len
-    if problem.causal:
-        scores //= 2
-    return scores * 2 * problem.head_dim / MULTIPLY_ADDS_A_SECOND
+def announce_and_run(kernel: Kernel, problem: Problem, tensors: tuple[torch.Tensor, ...], scale_log2: float):
+    """``run`` for somebody who has called the library on CPU tensors, and learns once what that means."""
+    announce()
+    run(kernel, problem, tensors, scale_log2)
+
+
+def estimated_seconds(spec: ForwardSpec, problem: Problem) -> float:
+    """About how long one core emulates ``problem``: blocks run side by side, their key tiles one after the other."""
+    blocks = math.prod(spec.grid(problem.batch, problem.heads, problem.query_len))
+    waves = -(-blocks * spec.threads // emulator.RESIDENT_THREADS)
+    tiles = -(-problem.key_len // spec.tile_n)
+    if problem.causal and problem.query_len > spec.tile_m:
+        tiles = (tiles + 1) // 2
+    return waves * (SECONDS_A_WAVE + SECONDS_A_TILE * tiles)
 
 
 @contextlib.contextmanager
-def _progress(problem: Problem):
+def _progress(spec: ForwardSpec, problem: Problem):
     """A callback (done, total) for ``emulator.launch`` that draws a bar, or None for short launches."""
-    seconds = estimated_seconds(problem)
+    seconds = estimated_seconds(spec, problem)
     if seconds < QUIET_SECONDS:
         yield None
         return

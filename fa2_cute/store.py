@@ -62,7 +62,7 @@ class Store:
             code = Code(
                 (entry / PTX).read_bytes().decode(), (entry / CUBIN).read_bytes(), (entry / OBJECT).read_bytes()
             )
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):  # the last: JSON nested too deeply
             return None
         return code if code.manifest() == manifest else None
 
@@ -91,7 +91,7 @@ def default() -> Store | None:
     chosen = os.environ.get("FA2_CUTE_CACHE", "")
     if chosen.lower() == "off":
         return None
-    return Store(Path(chosen) if chosen else platformdirs.user_cache_path("fa2_cute"))
+    return Store(Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("fa2_cute"))
 
 
 def entry_name(description: str) -> str:

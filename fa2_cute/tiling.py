@@ -1,7 +1,5 @@
 """Which tile for which problem on which architecture, and why."""
 
-import functools
-
 from .arch import Architecture
 from .problem import Problem
 from .spec import ForwardSpec
@@ -29,24 +27,29 @@ _TABLE = {
 }
 
 
+DTYPES = ("bfloat16", "float16")
+
+
 def choose(problem: Problem, arch: Architecture) -> ForwardSpec:
     """The specification that computes ``problem`` on ``arch``; lengths, batch and heads do not enter it."""
-    return _spec(problem.dtype, problem.head_dim, problem.causal, arch)
+    return _SPECS[arch.name, problem.dtype, problem.head_dim, problem.causal]
 
 
 def shipped(arch: Architecture) -> list[ForwardSpec]:
     """Every specification that ``choose`` can return for ``arch``."""
-    return [
-        _spec(dtype, head_dim, causal, arch)
-        for dtype in ("bfloat16", "float16")
-        for head_dim in sorted(_TABLE[arch.name])
-        for causal in (False, True)
-    ]
+    return [spec for (name, *_), spec in _SPECS.items() if name == arch.name]
 
 
-@functools.cache
-def _spec(dtype: str, head_dim: int, causal: bool, arch: Architecture) -> ForwardSpec:
-    tile_m, tile_n, warps, stages = _TABLE[arch.name][head_dim]
+def _spec(tile: tuple[int, int, int, int], dtype: str, head_dim: int, causal: bool) -> ForwardSpec:
     # float16 has no room for a reference that is not followed: 2^16 above it a probability overflows.
     reference = "first" if dtype == "bfloat16" else "trailing"
-    return ForwardSpec(dtype, head_dim, causal, tile_m, tile_n, warps, stages, reference)
+    return ForwardSpec(dtype, head_dim, causal, *tile, reference)
+
+
+_SPECS = {
+    (name, dtype, head_dim, causal): _spec(table[head_dim], dtype, head_dim, causal)
+    for name, table in _TABLE.items()
+    for dtype in DTYPES
+    for head_dim in sorted(table)
+    for causal in (False, True)
+}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa2_cute import attention, emulation, flash_attn_func, jit, reference
+from fa2_cute import arch, attention, emulation, flash_attn_func, jit, problem, reference, tiling
 from fa2_cute.fuzz import Case, check
 from fa2_cute.fuzz.cases import DTYPES
 from fa2_cute.fuzz.judging import check_tensors, run
@@ -340,3 +340,34 @@ def test_a_tiny_scale_with_scores_near_the_top_of_float32(scale):
     k[0, :, 0, 0] = torch.linspace(-1, 1, 200) * 1e19
     v = torch.randn_like(k)
     check_tensors(q, k, v, softmax_scale=scale, causal=False)
+
+
+@quiet
+def test_a_lazily_negated_view():
+    q, k, v = (torch.randn(1, 5, 2, 64).half() for _ in range(3))
+    assert torch.equal(flash_attn_func(torch._neg_view(-q), k, v), flash_attn_func(q, k, v))
+
+
+@quiet
+def test_torch_compile_breaks_its_graph_here():
+    """It neither unrolls the emulator nor changes a number."""
+    q, k, v = (torch.randn(1, n, 1, 64).bfloat16() for n in (5, 70, 70))
+    compiled = torch.compile(lambda q, k, v: 2 * flash_attn_func(q, k, v), backend="eager")
+    assert torch.equal(compiled(q, k, v), 2 * flash_attn_func(q, k, v))
+
+
+@quiet
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_healthy_numbers_are_computed_once(dtype, causal):
+    """A second pass over the keys would be right, and hide what is wrong with the first."""
+    q, k, v = (torch.randn(1, 256, 1, 64).to(dtype) for _ in range(3))
+    of = problem.Problem.of(q, k, v, causal=causal)
+    kernel = jit.compiled(tiling.choose(of, arch.TARGET), arch.TARGET)
+    out, lse = torch.empty_like(q), torch.empty(1, 1, 256)
+    stats = emulation.run(kernel, of, (q, k, v, out, lse), 0.18)
+    spec = kernel.spec
+    tiles = sum(
+        -(-min(256, (row + spec.tile_m) if causal else 256) // spec.tile_n) for row in range(0, 256, spec.tile_m)
+    )
+    assert stats.mma == tiles * 2 * spec.tile_m * spec.tile_n * spec.head_dim // (16 * 8 * 16)

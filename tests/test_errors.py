@@ -234,3 +234,20 @@ def test_specifications_that_no_kernel_can_have():
     ]:
         with pytest.raises(ValueError, match=f"^{name}: got {value!r}"):
             replace(spec, **{name: value})
+
+
+def test_a_tensor_whose_memory_was_taken_away():
+    q, k, v = tensors()
+    k.untyped_storage().resize_(0)
+    refused(ValueError, "k", "memory", q=q, k=k, v=v)
+
+
+@pytest.mark.parametrize("causal", ["no", 2, None])
+def test_causal_that_is_no_truth_value(causal):
+    q, k, v = tensors()
+    refused(TypeError, "causal", repr(causal), q=q, k=k, v=v, causal=causal)
+
+
+def test_a_scale_beyond_float64():
+    q, k, v = tensors()
+    refused(ValueError, "softmax_scale", "finite", q=q, k=k, v=v, softmax_scale=10**400)

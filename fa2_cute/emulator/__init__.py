@@ -17,9 +17,20 @@ named EmulatorError for every hazard: see ``fa2_cute.emulator.errors`` and docs/
 from . import errors
 from .counters import Counters
 from .errors import EmulatorError
-from .machine import Stats, launch
+from .machine import RESIDENT_THREADS, Stats, launch
 from .ptx import Kernel, Module
 from .ptx import parse as load
 from .tensors import Tensor
 
-__all__ = ["Counters", "EmulatorError", "Kernel", "Module", "Stats", "Tensor", "errors", "launch", "load"]
+__all__ = [
+    "RESIDENT_THREADS",
+    "Counters",
+    "EmulatorError",
+    "Kernel",
+    "Module",
+    "Stats",
+    "Tensor",
+    "errors",
+    "launch",
+    "load",
+]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from . import layouts
 
@@ -119,13 +119,13 @@ def row_vector(mX: cute.Tensor, row: Int32, col: Int32, shape) -> cute.Tensor:
 
 
 @cute.jit
-def multiply_own(copy: cute.TiledCopy, tidx: Int32, sX: cute.Tensor, factor: Float32):
-    """Multiply what this thread itself has copied to sX (after its wait, before the barrier) by a power of two."""
+def negate_own(copy: cute.TiledCopy, tidx: Int32, sX: cute.Tensor):
+    """Flip the sign of what this thread itself has copied to sX (after its wait, before the barrier)."""
     tXsX = copy.get_slice(tidx).partition_D(sX)
     for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
         for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
             piece = tXsX[None, i, j]
-            piece.store((piece.load().to(Float32) * factor).to(sX.element_type))
+            piece.store(-piece.load())
 
 
 @cute.jit

@@ -26,14 +26,12 @@ from cutlass import Boolean, Float32, Int32
 
 from ..spec import ForwardSpec
 from . import layouts, mask, products, schedule, softmax
-from .copies import Ring, advance, load_first_tile, load_next_tile, load_rows, make_ring, multiply_own, store_rows
+from .copies import Ring, advance, load_first_tile, load_next_tile, load_rows, make_ring, negate_own, store_rows
 from .products import accumulator_rows
 
-# Scales below TINY_SCALE lend 2^60 of Q's range: Q is multiplied by 2^-60 and the scale by 2^60. A scale of zero then
-# becomes the smallest normal number, with which every product vanishes beside 1 (finite scores are below 2^68), while
-# -inf times it stays -inf; -inf times 0 would be NaN.
-TINY_SCALE, LENT = 2.0**-100, 2.0**60
-SMALLEST_SCALE = 2.0**-126
+# A scale of zero becomes the smallest subnormal number: with it every finite score vanishes beside 1 (2^128 of them are
+# 2^-21), while -inf stays -inf, where -inf times 0 would be NaN. Nothing that c meets flushes subnormals.
+SMALLEST_SCALE = 2.0**-149
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class Forward:
         thr_mma = tiled_mma.get_slice(tidx)
         copy = layouts.async_row_copy(self.dtype, spec.threads)
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, head_dim)), Float32)
-        scale, factor_Q = split_scale(scale_log2)
+        scale = cute.arch.fmax(cute.arch.fmax(scale_log2, -scale_log2), Float32(SMALLEST_SCALE))
         loop = Mainloop(
             operands=products.partition(tiled_mma, tidx, sQ, sK, sVt),
             ring_K=make_ring(copy, tidx, mK[b, None, kv_head, None], sK),
@@ -147,10 +145,10 @@ class Forward:
             load_rows(
                 copy, tidx, mQ_head, sQ, first_row, query_len, zero_past_end=False
             )  # lands with the first group of the rings
-            if factor_Q != 1.0:
+            if scale_log2 < 0.0:  # the row maximum belongs to the largest probability only if c is positive
                 cute.arch.cp_async_commit_group()
                 cute.arch.cp_async_wait_group(0)
-                multiply_own(copy, tidx, sQ, factor_Q)
+                negate_own(copy, tidx, sQ)
         softmax.reset(loop.state)
         if cutlass.const_expr(spec.reference == "trailing"):
             softmax.clear(loop.state, acc_O)
@@ -262,20 +260,6 @@ class Forward:
             rP.store(acc_S.load().to(self.dtype))
             products.multiply_PV(loop.operands, slot, rP, loop.acc_O)
         loop.slot[0] = slot + 1 if slot < spec.stages - 1 else Int32(0)
-
-
-@cute.jit
-def split_scale(scale_log2: Float32):
-    """(c, factor): a positive scale of normal size for the scores, and the power of two, with the sign, for Q.
-
-    The row maximum belongs to the largest probability only if c is positive.
-    """
-    size = cute.arch.fmax(scale_log2, -scale_log2)
-    sign = Float32(-1.0) if scale_log2 < 0.0 else Float32(1.0)
-    tiny = size < TINY_SCALE
-    scale = size * LENT if tiny else size
-    factor = sign * (1.0 / LENT) if tiny else sign
-    return cute.arch.fmax(scale, Float32(SMALLEST_SCALE)), factor
 
 
 @cute.jit
