@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from .clocks import LANE_SHIFT, WHOLE
 from .errors import PartialWarp
 
 FULL_MASK = 0xFFFFFFFF
@@ -54,31 +55,38 @@ class Active:
 
     # ---- clocks: recomputed after the shared memory's clocks moved -----------------------------------------
     def _sync(self):
-        shared = self.machine.shared
-        if self.version != shared.version:
-            self.version = shared.version
-            self._code, self._clock = shared.code[self.global_warp], shared.clock[self.global_warp]
-            self._limit, self._full = shared.limit[self.cta], shared.full[self.cta]
+        clocks = self.machine.shared.clocks
+        if self.version != clocks.version:
+            self.version = clocks.version
+            self._code = clocks.code[self.global_warp] | self.lane_bits
+            self._limit = clocks.limit[self.cta]
+
+    @cached_property
+    def lane_bits(self):
+        """The lane as an access code has it."""
+        return self.lane.astype(np.uint32) << LANE_SHIFT
 
     @property
     def code(self):
+        """The access code of each thread; see clocks.py."""
         self._sync()
         return self._code
 
     @property
-    def clock(self):
-        self._sync()
-        return self._clock
+    def whole_code(self):
+        """The access code of what each thread does for every lane of its warp."""
+        return self.code | WHOLE
 
     @property
     def limit(self):
+        """Codes below this are of accesses that come before everything now running in the block."""
         self._sync()
         return self._limit
 
     @property
-    def full_clock(self):
-        self._sync()
-        return self._full
+    def since(self):
+        """Own-warp codes below this are of accesses that come before all that any lane does now."""
+        return self.machine.shared.clocks.since[self.global_warp]
 
     # ---- values --------------------------------------------------------------------------------------------
     def full(self, value):
@@ -159,13 +167,8 @@ class Active:
         out[row, self.lane] = values
         return row, out
 
-    def check_members(self, site, members, mask=None) -> None:
+    def check_members(self, site, members) -> None:
         """Every lane named by a member mask must be here or have exited; every executing lane must be named."""
-        if mask is not None:
-            some = np.flatnonzero(mask)
-            if some.size:
-                self.sub(some).check_members(site, members if np.ndim(members) == 0 else members[some])
-            return
         if self.is_whole and np.ndim(members) == 0 and int(members) == FULL_MASK:
             return
         members = np.broadcast_to(np.asarray(members, np.uint32), (self.n,))
@@ -180,9 +183,7 @@ class Active:
             )  # fmt: skip
         row, active = self.dense(np.ones(self.n, bool), False)
         bits = (active * (np.uint64(1) << np.arange(32, dtype=np.uint64))).sum(axis=1).astype(np.uint32)[row]
-        gone = self.machine.exited.reshape(-1, 32)[self.global_warp]
-        gone = (gone * (np.uint64(1) << np.arange(32, dtype=np.uint64))).sum(axis=1).astype(np.uint32)
-        missing = members & ~bits & ~gone
+        missing = members & ~bits & ~self.exited_lanes()
         if missing.any():
             i = int(np.flatnonzero(missing)[0])
             lanes = [b for b in range(32) if int(missing[i]) >> b & 1]
@@ -192,6 +193,22 @@ class Active:
                 f"instruction",
                 "the lanes named must execute the same instruction together",
             )  # fmt: skip
+
+    def exited_lanes(self):
+        """The lanes of each thread's warp that have exited, as bits."""
+        gone = self.machine.exited.reshape(-1, 32)[self.global_warp]
+        return np.packbits(gone, axis=1, bitorder="little").view(np.uint32).reshape(-1)
+
+    def synchronise(self, site, members, mask) -> None:
+        """bar.warp.sync by the lanes of ``mask``."""
+        if mask is not None:
+            some = np.flatnonzero(mask)
+            if some.size:
+                self.sub(some).synchronise(site, members if np.ndim(members) == 0 else members[some], None)
+            return
+        self.check_members(site, members)
+        if self.machine.shared.checks:
+            self.machine.shared.clocks.synchronise_lanes(self, members)
 
     def shuffle(self, site, mode, value, lane_operand, clamp, members):
         """shfl.sync: (values, predicates)."""

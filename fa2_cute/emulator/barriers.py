@@ -47,12 +47,12 @@ class Barriers:
             )
         if simple and t.is_whole and count in (None, self.machine.padded) and not self.open:
             if idx is None:
-                self.machine.shared.synchronise_all(slice(None))
+                self.machine.shared.clocks.synchronise_all(slice(None))
                 return self.machine.push(resume, None)
             per_block = np.bincount(t.cta, minlength=self.machine.count)
             here = per_block == self.machine.padded
             if here.any():
-                self.machine.shared.synchronise_all(np.flatnonzero(here))
+                self.machine.shared.clocks.synchronise_all(np.flatnonzero(here))
                 ready = here[t.cta]
                 if ready.all():
                     return self.machine.push(resume, idx)
@@ -120,7 +120,7 @@ class Barriers:
                     "give every participant the same count",
                 )  # fmt: skip
             warps = np.unique(t.warp[mine])
-            brought = self.machine.shared.depart(cta, warps)
+            brought = self.machine.shared.clocks.depart(cta, warps)
             state.brought = brought if state.brought is None else np.maximum(state.brought, brought)
             state.arrived += 32 * len(warps) if site.aligned else len(mine)
             threads = t.threads[mine]
@@ -137,15 +137,15 @@ class Barriers:
                 )  # fmt: skip
             if state.arrived == state.expected:
                 self.release(cta, bar, state)
-        self.machine.shared.refresh()
+        self.machine.shared.clocks.refresh()
 
     def release(self, cta, bar, state) -> None:
         """Completes a barrier: the waiters have seen what every participant brought."""
         del self.open[cta, bar]
         if len(state.synced) == self.machine.warps_per_block:
-            self.machine.shared.synchronise_all(np.array([cta]))
+            self.machine.shared.clocks.synchronise_all(np.array([cta]))
         else:
-            self.machine.shared.join(cta, np.array(sorted(state.synced), np.intp), state.brought)
+            self.machine.shared.clocks.join(cta, np.array(sorted(state.synced), np.intp), state.brought)
         reduced = [v for *_, v in state.waiting if v is not None]
         for threads, resume, site, _ in state.waiting:
             if site.action == "red":

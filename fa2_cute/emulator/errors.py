@@ -48,11 +48,11 @@ class SharedRace(EmulatorError):
 
 
 class UnsynchronisedRead(SharedRace):
-    """Read after another warp's write with no barrier between (read-after-write)."""
+    """Read after another thread's write with nothing between that orders the two (read-after-write)."""
 
 
 class WriteAfterRead(SharedRace):
-    """Write over bytes that another warp read with no barrier between."""
+    """Write over bytes that another thread read, with nothing between that orders the two."""
 
 
 class WriteAfterWrite(SharedRace):

@@ -18,7 +18,7 @@ from .codegen import translate
 from .counters import Counters
 from .errors import ArgumentError, EmulatorError, SharedLimit, Trap
 from .ptx import Kernel
-from .shared import SHARED_BASE, SharedMemory
+from .shared import SHARED_BASE, SharedMemory, shadow_bytes
 from .spaces import Spaces
 from .tensors import GlobalMemory
 
@@ -105,8 +105,8 @@ class Machine:
         """How many blocks to run together: bounded by memory and by what the cache rewards."""
         registers = sum({"pred": 1, "u16": 2, "u32": 4}.get(k, 8) for k in self.translation.slot_kinds)
         live = max((len(b.live_in) for b in self.translation.blocks), default=0)
-        rows = self.shared_size / 16
-        shadow = rows * (4 + 4 * self.warps_per_block) * (5 if self.checks else 0)
+        features = self.translation.features
+        shadow = shadow_bytes(self.shared_size, self.warps_per_block, features) if self.checks else 0
         each = self.padded * (min(registers, 8 * live + 4096) + self.local_size + 64) + self.shared_size + shadow
         return max(1, min(int(RESIDENT_BYTES // max(each, 1)), RESIDENT_THREADS // self.padded))
 

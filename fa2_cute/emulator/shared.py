@@ -1,21 +1,22 @@
-"""Shared memory of the resident blocks and the happens-before state that finds hazards in it.
+"""Shared memory of the resident blocks and the state that finds hazards in it.
 
-Time is a vector clock per warp: ``seen[b, w, v]`` is the last clock of warp v whose accesses warp w is
-ordered after; a warp's own entry is its current clock, advanced when it arrives at a barrier. Every 16-byte
-row has the *code* (clock * 32 + warp) of its last writer. A row written by narrower stores is marked NARROW
-and then each granule (the narrowest access of the kernel) has its own code. Readers are kept as the last
-clock of each warp, for 16-byte reads by row and for narrower ones by granule. An access is legal if
-everything it conflicts with is at or below the clocks that its warp has seen: which warp the emulator
-happened to run first does not enter.
+Every 16-byte row has the code (clock, lane and warp, see clocks.py) of its last writer. A row written by narrower
+stores is marked NARROW and then each granule (the narrowest access of the kernel) has its own code. Readers are kept
+by warp, for 16-byte reads by row and for narrower ones by granule. An access is legal if everything it conflicts with
+comes before it on the clocks: which warp or lane the emulator happened to run first does not enter.
 
-``full[b]`` is the clock that all warps of a block got at their last common barrier: everything below it is
-ordered before everything now running, which makes the usual check one comparison.
+Everything below the clock that all warps of a block got at their last common barrier comes before all that now runs,
+which makes the usual check one comparison.
+
+ldmatrix counts as a read of every row by every lane, stmatrix as a write of every row by every lane: each lane names
+the address of one row but moves words of several.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from .clocks import CLOCK_SHIFT, FIRST_RESERVED, LANE_SHIFT, PLACE_BITS, WHOLE, Accesses, Clocks
 from .errors import (
     MisalignedAccess,
     OutOfBoundsShared,
@@ -30,7 +31,7 @@ from .kinds import UNITS, join_units, split_units
 SHARED_BASE = 1024  # sm_90 and later keep the first KiB of the window for the system
 UNINITIALISED = np.uint32(0xFFFFFFFF)
 NARROW = np.uint32(0xFFFFFFFE)
-PENDING = np.uint32(0xF8000000)
+PENDING = np.uint32(FIRST_RESERVED)  # and above: lane and warp of a copy in flight
 
 
 class SharedMemory:
@@ -42,58 +43,22 @@ class SharedMemory:
         self.stride = -(-size // 16) * 16
         self.data = np.full(blocks * self.stride, 0xFF, np.uint8)  # NaN in every float format
         self.views = {w: self.data.view(d) for w, d in UNITS.items() if w <= 16}
-        self.version = 0
-        self.seen = np.zeros((blocks, warps, warps), np.uint32)
-        diagonal = np.arange(warps)
-        self.seen[:, diagonal, diagonal] = 1
-        self.full = np.ones(blocks, np.uint32)
-        self.refresh()
+        masks = self.checks and "lane masks" in features
+        self.clocks = Clocks(blocks, warps, masks)
         if not self.checks:
             return
         total = blocks * self.stride // 16
-        widths = [int(f[6:]) for f in features if f.startswith("shared") and f[6:].isdigit()]
-        narrow = [w for w in widths if w < 16]
-        self.granule = min(narrow) if narrow else 16
+        self.granule = narrowest(features)
         self.per_row = 16 // self.granule
         self.writer = np.full(total, UNINITIALISED, np.uint32)
-        self.readers = np.zeros((total, warps), np.uint32)
+        self.readers = Accesses(total, warps, masks)
         self.scratch = np.zeros(total * self.per_row, np.int64)
-        self.fine_writer = np.full(total * self.per_row, UNINITIALISED, np.uint32) if narrow else None
+        self.fine_writer = np.full(total * self.per_row, UNINITIALISED, np.uint32) if self.per_row > 1 else None
         narrow_reads = any(f.startswith("read") and f != "read16" for f in features)
-        self.fine_readers = np.zeros((total * self.per_row, warps), np.uint32) if narrow_reads else None
-        self.atomics = np.zeros((total * self.per_row, warps), np.uint32) if "shared atomic" in features else None
+        self.fine_readers = Accesses(total * self.per_row, warps, masks) if narrow_reads else None
+        self.atomics = Accesses(total * self.per_row, warps, masks) if "shared atomic" in features else None
         self.groups = np.zeros(machine.threads, np.int64)
         self.copies: list[list[np.ndarray]] = []
-
-    # ---- clocks --------------------------------------------------------------------------------------------
-    def refresh(self) -> None:
-        """Recomputes what accesses look up, after the clocks moved."""
-        self.version += 1
-        own = np.arange(self.warps)
-        self.clock = np.ascontiguousarray(self.seen[:, own, own]).reshape(-1)
-        self.code = (self.clock << np.uint32(5)) | np.tile(own.astype(np.uint32), self.blocks)
-        self.limit = self.full << np.uint32(5)
-
-    def synchronise_all(self, blocks) -> None:
-        """A barrier that every warp of these blocks (index array or slice) passed."""
-        now = self.seen[blocks].max(axis=(1, 2)) + np.uint32(1)
-        self.seen[blocks] = (now - np.uint32(1))[:, None, None]
-        own = np.arange(self.warps)
-        part = self.seen[blocks]
-        part[:, own, own] = now[:, None]
-        self.seen[blocks] = part
-        self.full[blocks] = now
-        self.refresh()
-
-    def depart(self, block: int, warps: np.ndarray) -> np.ndarray:
-        """Warps arrive at a barrier: returns what they bring to it and advances their clocks (refresh after)."""
-        brought = self.seen[block, warps].max(axis=0)
-        self.seen[block, warps, warps] += np.uint32(1)
-        return brought
-
-    def join(self, block: int, warps: np.ndarray, brought: np.ndarray) -> None:
-        """Warps leave a barrier having seen everything brought to it (refresh after)."""
-        self.seen[block, warps] = np.maximum(self.seen[block, warps], brought)
 
     # ---- addresses -----------------------------------------------------------------------------------------
     def locate(self, t, site, address, width):
@@ -129,7 +94,7 @@ class SharedMemory:
         total = site.width * site.count
         pos = self.locate(t, site, address, total)
         if self.checks:
-            self.check_read(t, site, pos, total, t.warp, t.limit, t.clock)
+            self.check_read(t, site, pos, total)
         if self.machine.counters is not None:
             self.machine.counters.shared_access(site, t, pos, total)
         return self.gather(pos, site.width, site.count)
@@ -141,7 +106,7 @@ class SharedMemory:
         total = site.width * site.count
         pos = self.locate(t, site, address, total)
         if self.checks:
-            self.check_write(t, site, pos, total, t.code, values)
+            self.check_write(t, site, pos, total, values)
         if self.machine.counters is not None:
             self.machine.counters.shared_access(site, t, pos, total)
         self.views[total][pos >> (total.bit_length() - 1)] = join_units(values)
@@ -164,7 +129,7 @@ class SharedMemory:
         """ldmatrix: lane l supplies the address of row l % 8 of matrix l // 8; lane 4g + i receives words of row g."""
         pos, some, warps = self.matrix_rows(t, site, address)
         if self.checks:
-            self.check_read(some, site, pos, 16, some.warp, some.limit, some.clock)
+            self.check_read(some, site, pos, 16, whole=True)
         if self.machine.counters is not None:
             self.machine.counters.matrix_access(site, t, pos)
         order = np.ascontiguousarray((pos >> 4).reshape(warps, site.count, 8).transpose(1, 0, 2))
@@ -183,60 +148,62 @@ class SharedMemory:
             words = np.ascontiguousarray(halves.transpose(0, 1, 3, 2)).view(np.uint32)
         rows = np.ascontiguousarray(words.transpose(1, 0, 2, 3)).reshape(-1, 4)
         if self.checks:
-            self.check_write(some, site, pos, 16, some.code, list(rows.T))
+            self.check_write(some, site, pos, 16, list(rows.T), whole=True)
         if self.machine.counters is not None:
             self.machine.counters.matrix_access(site, t, pos)
         self.views[16][pos >> 4] = rows.view(np.complex128).reshape(-1)
 
     # ---- hazard checks -------------------------------------------------------------------------------------
-    def check_read(self, t, site, pos, width, warp, limit, clock):
+    # ``whole``: each position is accessed for every lane of the thread's warp (ldmatrix, stmatrix).
+    def check_read(self, t, site, pos, width, whole=False):
         """Read-after-write, pending copies and uninitialised bytes; then records the reader."""
         rows = pos >> 4
-        bad = self.writer.take(rows) >= limit
+        bad = self.writer.take(rows) >= t.limit
         if bad.any():
-            self.examine(t, site, pos, width, np.flatnonzero(bad), True)
+            self.examine(t, site, pos, width, np.flatnonzero(bad), True, whole)
         if width == 16:
-            self.readers.reshape(-1)[rows * self.warps + warp] = clock
+            self.readers.record(t, rows, whole)
         else:
             first = pos // self.granule
             for k in range(width // self.granule):
-                self.fine_readers.reshape(-1)[(first + k) * self.warps + warp] = clock
+                self.fine_readers.record(t, first + k, whole)
         if self.atomics is not None:
-            self.check_clocks(t, site, self.atomics, pos, width, UnsynchronisedRead, "an atomic by")
+            self.check_granules(t, site, self.atomics, pos, width, UnsynchronisedRead, "an atomic", whole)
 
-    def examine(self, t, site, pos, width, some, reading):
+    def examine(self, t, site, pos, width, some, reading, whole):
         """The exact check of the accesses ``some`` against the last writers: by row, or by granule where
         rows are NARROW."""
         code = self.writer[pos[some] >> 4]
         narrow = code == NARROW
         wide = ~narrow
         if wide.any():
-            self.judge(t, site, pos, width, some[wide], code[wide], reading)
+            self.judge(t, site, pos, width, some[wide], code[wide], reading, whole)
         if narrow.any():
             fine = some[narrow]
             for k in range(max(width // self.granule, 1)):
                 code = self.fine_writer[pos[fine] // self.granule + k]
-                self.judge(t, site, pos + k * self.granule, min(width, self.granule), fine, code, reading)
+                self.judge(t, site, pos + k * self.granule, min(width, self.granule), fine, code, reading, whole)
 
-    def judge(self, t, site, pos, width, some, code, reading):
+    def judge(self, t, site, pos, width, some, code, reading, whole):
         """Raises for the first of the accesses ``some`` that its last writer (``code``) is not ordered before."""
-        block, me = t.cta[some], t.warp[some]
+        me = t.warp[some]
         fresh = code == UNINITIALISED
         pending = (code >= PENDING) & ~fresh
         plain = ~fresh & ~pending
         writer = (code & np.uint32(31)).astype(np.intp)
         writer[~plain] = 0
-        ordered = (self.seen[block, me, writer] >= (code >> np.uint32(5))) | (writer == me)
-        wrong = (plain & ~ordered) | pending
+        own = plain & (writer == me)
+        wrong = (plain & ~own & (self.clocks.seen[t.cta[some], me, writer] < (code >> CLOCK_SHIFT))) | pending
+        if own.any():
+            wrong[own] = ~self.clocks.lanes_ordered(t, some[own], whole, code[own])
         if reading:
             wrong |= fresh
         if not wrong.any():
             return
         j = int(np.flatnonzero(wrong)[0])
         i = int(some[j])
-        offset = int(pos[i] - t.shared_row[i])
-        span = f"shared bytes {offset}..{offset + width - 1}"
-        other = int(code[j] & np.uint32(31))
+        span = self.span(t, i, pos, width)
+        verb = ("reads" if reading else "writes") + (" for all lanes of its warp" if whole else "")
         if fresh[j]:
             self.machine.fail(
                 UninitialisedSharedRead, site, t, i,
@@ -247,50 +214,66 @@ class SharedMemory:
             self.machine.fail(
                 PendingCopyRead if reading else WriteAfterWrite, site, t, i,
                 f"{'reads' if reading else 'overwrites'} {span}, still being filled by a cp.async of "
-                f"warp {other}",
-                "the issuing thread must commit and wait_group, then a barrier must follow for other warps",
+                f"{culprit(code[j])}",
+                "the issuing thread must commit and wait_group, then a barrier must follow for other threads",
             )  # fmt: skip
+        what, advice = blame(code[j], t.code[i])
         self.machine.fail(
             UnsynchronisedRead if reading else WriteAfterWrite, site, t, i,
-            f"{'reads' if reading else 'writes'} {span}, written by warp {other} with no barrier between",
-            f"put a barrier between warp {other}'s write and this instruction",
+            f"{verb} {span}, written by {what}",
+            advice,
         )  # fmt: skip
 
-    def check_clocks(self, t, site, table, pos, width, error, what):
-        """Every access recorded in ``table`` (granule x warp clocks) must be one that the warp has seen."""
-        for k in range(max(width // self.granule, 1)):
-            clocks = table.take(pos // self.granule + k, axis=0)
-            if (clocks >= t.full_clock[:, None]).any():
-                self.check_exact(t, site, clocks, pos + k * self.granule, min(width, self.granule), error, what)
+    def span(self, t, i, pos, width) -> str:
+        """Words for the bytes that thread i of the set accesses."""
+        offset = int(pos[i] - t.shared_row[i])
+        return f"shared bytes {offset}..{offset + width - 1}"
 
-    def check_exact(self, t, site, clocks, pos, width, error, what):
-        """Raises if a recorded clock is above what the accessing warp has seen."""
-        wrong = clocks > self.seen[t.cta, t.warp]
-        wrong[np.arange(t.n), t.warp] = False
+    def check_granules(self, t, site, accesses, pos, width, error, what, whole):
+        """Every access recorded by granule must come before this one."""
+        for k in range(max(width // self.granule, 1)):
+            at = pos + k * self.granule
+            self.check_units(t, site, accesses, at // self.granule, at, min(width, self.granule), error, what, whole)
+
+    def check_units(self, t, site, accesses, units, pos, width, error, what, whole):
+        """Every access recorded for these units must come before this one."""
+        codes = accesses.codes.take(units, axis=0)
+        late = codes >= t.limit[:, None]
+        if not late.any():
+            return
+        some = np.flatnonzero(late.any(axis=1))
+        codes, me, order = codes[some], t.warp[some], np.arange(some.size)
+        wrong = (codes >> CLOCK_SHIFT) > self.clocks.seen[t.cta[some], me]
+        by_lane = None if accesses.clocks is None else lambda left: accesses.by_lane(units[some[left]], me[left])
+        wrong[order, me] = ~self.clocks.lanes_ordered(t, some, whole, codes[order, me], by_lane)
         if wrong.any():
-            i = int(np.flatnonzero(wrong.any(axis=1))[0])
-            other = int(np.flatnonzero(wrong[i])[0])
-            offset = int(pos[i] - t.shared_row[i])
+            j = int(np.flatnonzero(wrong.any(axis=1))[0])
+            i = int(some[j])
+            # A warp's column says whose code it is, except for 0, which is never wrong.
+            before, advice = blame(codes[j][int(np.flatnonzero(wrong[j])[0])], t.code[i])
             self.machine.fail(
                 error, site, t, i,
-                f"touches shared bytes {offset}..{offset + width - 1} after {what} warp {other}, with "
-                f"no barrier between",
-                f"put a barrier between warp {other}'s access and this one",
+                f"touches {self.span(t, i, pos, width)} after {what} by {before}",
+                advice,
             )  # fmt: skip
 
-    def check_write(self, t, site, pos, width, code, values=None):
-        """Write-after-write and write-after-read, then records the writer as ``code``."""
+    def check_earlier_reads(self, t, site, pos, width, whole=False):
+        """Write-after-read."""
+        self.check_units(t, site, self.readers, pos >> 4, pos, width, WriteAfterRead, "a read", whole)
+        if self.fine_readers is not None:
+            self.check_granules(t, site, self.fine_readers, pos, width, WriteAfterRead, "a read", whole)
+
+    def check_write(self, t, site, pos, width, values=None, whole=False, code=None):
+        """Write-after-write and write-after-read, then records the writer (as ``code``, if given)."""
         rows = pos >> 4
         bad = self.writer.take(rows) >= t.limit
         if bad.any():
-            self.examine(t, site, pos, width, np.flatnonzero(bad), False)
-        clocks = self.readers.take(rows, axis=0)
-        if (clocks >= t.full_clock[:, None]).any():
-            self.check_exact(t, site, clocks, pos, width, WriteAfterRead, "a read by")
-        if self.fine_readers is not None:
-            self.check_clocks(t, site, self.fine_readers, pos, width, WriteAfterRead, "a read by")
+            self.examine(t, site, pos, width, np.flatnonzero(bad), False, whole)
+        self.check_earlier_reads(t, site, pos, width, whole)
         if self.atomics is not None:
-            self.check_clocks(t, site, self.atomics, pos, width, WriteAfterWrite, "an atomic by")
+            self.check_granules(t, site, self.atomics, pos, width, WriteAfterWrite, "an atomic", whole)
+        if code is None:
+            code = t.whole_code if whole else t.code
         order = np.arange(t.n)
         if width == 16:
             self.scratch[rows] = order
@@ -341,7 +324,7 @@ class SharedMemory:
     # ---- cp.async ------------------------------------------------------------------------------------------
     def issue_copy(self, t, site, pos, width):
         """Marks the destination as being filled; the copy may land at any time until the issuing thread waits."""
-        self.check_write(t, site, pos, width, PENDING | t.warp.astype(np.uint32))
+        self.check_write(t, site, pos, width, code=PENDING | (t.code & PLACE_BITS))
         if width == 16:
             self.copies.append([t.threads, pos >> 4, self.groups[t.threads], np.zeros(t.n, bool)])
         else:
@@ -372,7 +355,7 @@ class SharedMemory:
         landed = group < last[owner]
         if not landed.any():
             return
-        code = self.code[owner // 32]
+        code = self.clocks.code[owner // 32] | ((owner % 32).astype(np.uint32) << LANE_SHIFT)
         wide = landed & ~fine
         self.writer[where[wide]] = code[wide]
         if fine.any():
@@ -386,12 +369,38 @@ class SharedMemory:
         """Atomics may meet atomics; against plain accesses they are writes."""
         bad = self.writer[pos >> 4] >= t.limit
         if bad.any():
-            self.examine(t, site, pos, width, np.flatnonzero(bad), True)
-        clocks = self.readers.take(pos >> 4, axis=0)
-        if (clocks >= t.full_clock[:, None]).any():
-            self.check_exact(t, site, clocks, pos, width, WriteAfterRead, "a read by")
-        if self.fine_readers is not None:
-            self.check_clocks(t, site, self.fine_readers, pos, width, WriteAfterRead, "a read by")
+            self.examine(t, site, pos, width, np.flatnonzero(bad), True, False)
+        self.check_earlier_reads(t, site, pos, width)
         first = pos // self.granule
         for k in range(max(width // self.granule, 1)):
-            self.atomics[first + k, t.warp] = t.clock
+            self.atomics.record(t, first + k, False)
+
+
+def narrowest(features: set[str]) -> int:
+    """Bytes of the narrowest access to shared memory of a kernel with these features, at most 16."""
+    return min([16, *(int(f[6:]) for f in features if f.startswith("shared") and f[6:].isdigit())])
+
+
+def shadow_bytes(size: int, warps: int, features: set[str]) -> int:
+    """About how much memory the hazard state of a block with ``size`` bytes of shared memory takes."""
+    rows, granules = size // 16 + 1, size // narrowest(features) + 1
+    codes = (rows + granules) * (4 + 4 * warps) + granules * (8 + 4 * warps)
+    return codes + ((rows + 2 * granules) * 128 * warps if "lane masks" in features else 0)
+
+
+def culprit(code) -> str:
+    """Words for who made an access."""
+    warp, lane = int(code & np.uint32(31)), int((code & PLACE_BITS) >> LANE_SHIFT)
+    return f"warp {warp}" + (f", lane {lane}" if lane < 32 else "")
+
+
+def blame(code, mine) -> tuple[str, str]:
+    """(who made an earlier access and what is missing, what to do about it), for the thread whose code is ``mine``."""
+    if (code ^ mine) & np.uint32(31):
+        warp = f"warp {int(code & np.uint32(31))}"
+        return f"{warp} with no barrier between", f"put a barrier between {warp}'s access and this one"
+    who = "several lanes" if code & WHOLE else f"lane {int((code & PLACE_BITS) >> LANE_SHIFT)}"
+    return (
+        f"{who} of the same warp with no bar.warp.sync between",
+        "put a bar.warp.sync that names both lanes (or a barrier) between that access and this one",
+    )

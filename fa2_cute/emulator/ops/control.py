@@ -82,7 +82,10 @@ def bar_red(g, ins):
 
 @instruction("bar.warp", destinations=0)
 def bar_warp(g, ins):
-    g.emit(f"t.check_members({g.site()}, {g.use(ins.operands[0], 'u32')}, {g.mask()})")
+    members = ins.operands[0]
+    if not (isinstance(members, Imm) and members.value & 0xFFFFFFFF == 0xFFFFFFFF):
+        g.translation.features.add("lane masks")
+    g.emit(f"t.synchronise({g.site()}, {g.use(members, 'u32')}, {g.mask()})")
 
 
 @instruction(
