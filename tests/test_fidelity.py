@@ -10,7 +10,7 @@ from fa2_cute.attention import LOG2_E
 from fa2_cute.emulator import load
 from fa2_cute.problem import Problem
 
-# Instructions of the sm_120a kernels that sm_90 does not have (PTX ISA, "Target ISA Notes" of each), and the test that
+# Instructions that sm_120a kernels may have and sm_90 does not (PTX ISA, "Target ISA Notes" of each), and the test that
 # checks the emulator's against an independent computation.
 ONLY_SM_120 = {"mul.f32x2": "test_floating.py::test_packed_f32x2"}
 INTEGER = ("pred", "b32", "b64", "s32", "s64", "u32", "u64")  # differ because tiles do; sm_90 has them all
@@ -76,7 +76,7 @@ def opcodes(name: str) -> set[str]:
 def test_what_sm_90_cannot_run_is_checked_on_its_own():
     """Running the kernels on sm_90 covers the instructions that both have; each other one has a test of its own."""
     extra = {op for op in opcodes("sm_120") - opcodes("sm_90") if op.rsplit(".", 1)[-1] not in INTEGER}
-    assert extra == set(ONLY_SM_120)
+    assert extra <= set(ONLY_SM_120)
     for op, test in ONLY_SM_120.items():
         file, name = test.split("::")
         source = (Path(__file__).parent / "emulator" / file).read_text()
