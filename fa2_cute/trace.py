@@ -18,6 +18,8 @@ from .spec import ForwardSpec
 
 MMA_MULTIPLY_ADDS = 16 * 8 * 16  # PTX ISA: mma.sync.m16n8k16
 SECTOR_BYTES = 32  # what an L2 cache line is made of (CUDA C++ Best Practices Guide, "Coalesced Access")
+SOURCE_WIDTH = len("products.py:123")
+SOURCE_TEXT_WIDTH = 76  # beside it, in a terminal of 100 columns
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)")
 
 
@@ -121,14 +123,16 @@ def visible_pairs(problem: Problem) -> int:
 
 def tables(trace: Trace) -> Group:
     """Everything as tables for the terminal."""
-    return Group(_summary(trace), _instructions(trace.stats), _memory(trace.stats), _traffic(trace))
+    stats = trace.stats
+    return Group(_summary(trace), _instructions(stats), _memory(stats), _source_lines(stats), _traffic(trace))
 
 
 def _table(title: str, *headings: str, words: int = 1) -> Table:
+    """An empty table; the first ``words`` columns are words, the others numbers."""
     table = Table(title=title)
     for index, heading in enumerate(headings):
-        left = index < words
-        table.add_column(heading, justify="left" if left else "right", no_wrap=left, overflow="ellipsis")
+        justify = "left" if index < words else "right"
+        table.add_column(heading, justify=justify, min_width=SOURCE_WIDTH if heading == "source" else None)
     return table
 
 
@@ -157,16 +161,32 @@ def _instructions(stats: Stats) -> Table:
 def _memory(stats: Stats) -> Table:
     table = _table(
         "Memory instructions by source line",
-        *("opcode", "source", "line", "executions", "wavefronts", "conflicts", "sectors", "bytes"), words=3,
+        *("opcode", "source", "runs", "wavefronts", "conflicts", "sectors", "bytes"), words=2,
     )  # fmt: skip
-    sources = {f"{Path(x.source[0]).name}:{x.source[1]}": x.source for x in stats.counters.lines.values() if x.source}
     for access in accesses(stats):
-        text = linecache.getline(*sources[access.where]).strip() if access.where else ""
-        numbers = (access.executions, access.wavefronts, access.conflicts, access.sectors, access.bytes)
-        shown = [f"{number:,}" if number else "" for number in numbers]
-        if access.wavefronts and not access.conflicts:
-            shown[2] = "0"
-        table.add_row(access.opcode, access.where, escape(text), *shown)
+        shared = bool(access.wavefronts)
+        numbers = (access.wavefronts, access.conflicts) if shared else ("", "")
+        sectors = access.sectors or ""
+        cells = (access.executions, *numbers, sectors, access.bytes)
+        shown = (f"{cell:,}" if cell != "" else "" for cell in cells)
+        table.add_row(_short(access.opcode), access.where, *shown)
+    return table
+
+
+def _short(opcode: str) -> str:
+    """An opcode without the modifiers that all of its kind have."""
+    head = opcode.partition(".")[0]
+    common = {"ldmatrix": ("sync", "aligned", "m8n8", "shared", "b16"), "cp": ("shared", "global")}.get(head, ())
+    return ".".join(part for part in opcode.split(".") if part not in common)
+
+
+def _source_lines(stats: Stats) -> Table:
+    """The text of the lines that ``_memory`` names."""
+    places = {line.source for line in stats.counters.lines.values() if line.source}
+    table = _table("Source lines", "source", "text", words=2)
+    for path, number in sorted(places):
+        text = linecache.getline(path, number).strip()
+        table.add_row(f"{Path(path).name}:{number}", escape(text[:SOURCE_TEXT_WIDTH]))
     return table
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from fa2_cute import cli, flash_attn_func
 from fa2_cute.fuzz import Case, WrongResult, check, command, judge
 from fa2_cute.fuzz.campaign import MOST_FAILURES, Campaign, program
-from fa2_cute.fuzz.judging import poisoned_allocations, run
+from fa2_cute.fuzz.judging import Expectation, poisoned_allocations, run
 from fa2_cute.fuzz.layouts import LAYOUTS, lay_out
 from fa2_cute.fuzz.strategies import cases
 from fa2_cute.fuzz.values import VALUES
@@ -55,7 +55,8 @@ def test_values_are_deterministic_and_finite_unless_they_say_otherwise(values):
     case = Case("bfloat16", 2, 70, 130, 2, 1, 64, values=values)
     for name, x in zip("qkv", case.tensors(), strict=True):
         allowed = (name, values) in {
-            ("q", "nan_queries"), ("k", "nan_keys"), ("k", "minus_infinite_keys"), ("k", "minus_infinite_tiles")
+            ("q", "nan_queries"), ("k", "nan_keys"), ("k", "minus_infinite_keys"), ("k", "minus_infinite_tiles"),
+            ("v", "values_not_finite"),
         }  # fmt: skip
         assert x.isfinite().all() or allowed
 
@@ -109,6 +110,47 @@ def test_the_judge_notices_one_wrong_element(spoil, message):
     spoil(out, lse)
     with pytest.raises(WrongResult, match=message):
         judge(q, k, v, out, lse, **GOOD.options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_judge_notices_a_rounding_that_leans_one_way(dtype, causal):
+    """Truncated to 16 bits instead of rounded, in all elements or in one column: each within its own bound."""
+    case = Case(dtype, 2, 130, 130, 4, 2, 64, causal=causal, values="single_weights")
+    q, k, v = case.tensors()
+    expectation = Expectation.of_case(case, q, k, v)
+    rounded, lse = expectation.out.to(q.dtype), expectation.lse.float()
+    towards_zero = torch.where(
+        rounded.double() > expectation.out, rounded.nextafter(torch.zeros_like(rounded)), rounded
+    )
+    expectation.judge(rounded, lse)
+    one_column = rounded.clone()
+    one_column[..., 3] = towards_zero[..., 3]
+    for biased in (towards_zero, one_column):
+        with pytest.raises(WrongResult, match="something rounds one way"):
+            expectation.judge(biased, lse)
+
+
+#: Calls that the kernels once got wrong.
+REGRESSIONS = (
+    # a row whose first tile holds one key, kept as its reference while the second tile overflows
+    Case(query_len=70, key_len=70, causal=True, values="large_logits"),
+    Case(query_len=65, key_len=65, causal=True, softmax_scale=1e30),
+    # the second pass over all tiles, with the queries negated for a negative scale
+    Case(query_len=128, key_len=128, softmax_scale=-0.125, values="large_logits"),
+    # row sums in [2^126, 2^127)
+    Case(query_len=70, key_len=140, values="overflowing_sums"),
+    # a value that is not finite, and rows past the end
+    Case("float16", query_len=5, key_len=70, values="values_not_finite", seed=1),
+    # scales that float32 holds as a denormal; Q must not vanish beside infinite keys
+    Case("float16", query_len=5, key_len=70, softmax_scale=1e-40, values="minus_infinite_keys"),
+    Case(query_len=5, key_len=70, softmax_scale=-1e-40, values="huge_products"),
+)
+
+
+@pytest.mark.parametrize("case", REGRESSIONS, ids=repr)
+def test_what_once_was_wrong_is_right(case):
+    check(case)
 
 
 def test_the_judge_notices_wrong_shapes_dtypes_and_strides():

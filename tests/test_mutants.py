@@ -2,6 +2,8 @@
 
 import re
 from collections import Counter
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 
@@ -176,7 +178,7 @@ def test_a_kernel_that_never_ends_is_noticed(kernel, monkeypatch):
 def test_what_the_emulator_refuses_is_noticed(kernel):
     first = statements(kernel.ptx)[0]
     nonsense = ptx_mutants.PtxMutant(
-        "nonsense", "", first.start, first.end, "", "frobnicate.b32 %r1", "", 1, ("", 0, "")
+        "nonsense", "", first.start, first.start, "", "frobnicate.b32 %r1; ", "", 1, ("", 0, "")
     )
     assert trial.try_ptx(kernel.spec, nonsense).noticed in ("UnknownInstruction", "ParseError")
 
@@ -217,9 +219,12 @@ def test_the_report_lists_survivors_with_ptx_and_source(kernel, capsys):
     assert "50.0%" in printed
 
 
-def test_every_equivalence_has_a_reason_and_names_a_kind():
+def test_every_equivalence_has_a_reason_names_a_kind_and_is_about_code_that_exists():
     kinds = {operator.__name__ for operator in ptx_mutants.OPERATORS} | {m.kind for m in call_mutants.mutants()}
+    folder = Path(tiling.__file__).parent
+    lines = [line.strip() for path in folder.glob("kernels/*.py") for line in path.read_text().splitlines()]
     for entry in equivalents.EQUIVALENTS:
         assert entry.kind in kinds
         assert len(entry.reason) > 20
         assert re.search(r"[^*]", entry.change + entry.opcode + entry.source), f"too broad: {entry}"
+        assert any(fnmatchcase(line, entry.source) for line in lines), f"no line of the kernels is like {entry.source}"

@@ -95,7 +95,7 @@ def test_the_command_prints_its_tables(capsys):
         cli.main(["trace", "1x70x2x64", "--kv-heads", "1", "--causal", "--dtype", "float16"])
     printed = capsys.readouterr().out
     assert caught.value.code == 0
-    for text in ("mma.sync", "ldmatrix", "conflicts", "products.py:", "sectors", "lse", "multiply-adds"):
+    for text in ("mma.sync", "ldmatrix", "conflicts", "products.py:", "source", "sectors", "lse", "multiply-adds"):
         assert text in printed
 
 

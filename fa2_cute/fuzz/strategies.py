@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from .. import arch, tiling
 from .cases import DTYPES, Case
 from .layouts import LAYOUTS
-from .values import NEED_POSITIVE_SCALE, VALUES
+from .values import NEED_ORDINARY_SCALE, NEED_POSITIVE_SCALE, VALUES
 
 PRIMES = (2, 3, 5, 7, 17, 31, 61, 97, 131, 193, 257)
 MOST_TILES = 24  # tiles of work in one case: a few tenths of a second in the emulator
@@ -52,7 +52,11 @@ def length_pairs(draw, limit: int = 260) -> tuple[int, int]:
 
 
 def softmax_scales(values: str) -> st.SearchStrategy[float | None]:
-    """The default, 1, one that underflows float32, a huge one, 0 and negative ones; only positive where needed."""
+    """The default, 1, one that underflows float32, a huge one, 0 and negative ones; only what ``values`` take."""
+    if values in NEED_ORDINARY_SCALE:
+        return st.sampled_from([None, 1.0, 0.0, -0.125])
+    if values == "huge_products":
+        return st.sampled_from([None, 2.0**-110, -(2.0**-110), 2.0**-27, 0.0])
     positive = [None, 1.0, 1e-40, 1e30]
     return st.sampled_from(positive if values in NEED_POSITIVE_SCALE else [*positive, 0.0, -0.125, -1e-40])
 

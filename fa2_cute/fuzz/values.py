@@ -8,6 +8,8 @@ import torch
 SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 # Magnitude of large logits' queries and keys. Their products stay far from fp32's largest number.
 LARGE = 32.0
+# The same for scores: sums of 128 products of two such numbers stay in float32, and the numbers in their dtype.
+HUGE = {"float16": 2.0**12, "bfloat16": 2.0**54}
 # A magnitude of v at which sums of a few thousand unscaled products overflow fp32 (bfloat16) or the dtype
 # (float16), while the exact output does not.
 LARGE_VALUE = {"float16": 2.0**13, "bfloat16": 2.0**112}
@@ -15,7 +17,7 @@ LARGE_VALUE = {"float16": 2.0**13, "bfloat16": 2.0**112}
 # maximum exactly may change what it does: the slack of a trailing reference (8), the range of float16 (15 to 16, 24
 # below) and of float32 (126 to 150), and far beyond.
 JUMPS = (
-    *(0.5, 7.9, 8.1, 15, 16, 17, 24, 39, 40, 41, 100, 124, 125),
+    *(0.5, 7.9, 8.1, 15, 16, 17, 24, 39, 40, 41, 100, 122.5, 123.5, 124, 125),
     *(126, 127, 128, 129, 149, 150, 151, 250, 260, 1000),
 )
 # Factors of v that keep it within its dtype and bring it near the ends.
@@ -44,6 +46,11 @@ def _normal(case, q, k, v, generator):
 
 def _large_logits(case, q, k, v, generator):
     return q * LARGE, k * LARGE, v
+
+
+def _huge_products(case, q, k, v, generator):
+    """Scores near the top of their range, for a scale that makes ordinary logits of them."""
+    return q * HUGE[case.dtype], k * HUGE[case.dtype], v
 
 
 def _all_equal(case, q, k, v, generator):
@@ -90,8 +97,8 @@ def _falling_logits(case, q, k, v, generator):
     return q, k.flip(1), v
 
 
-def _jumps(case, q, k, v, generator, rows):
-    """A few keys of one tile stand above the others, by a step of JUMPS that each of ``rows`` draws for itself.
+def _jumps(case, q, k, v, generator, rows, steps=JUMPS):
+    """A few keys of one tile stand above the others, by one of ``steps`` that each of ``rows`` draws for itself.
 
     Base-2 logits are steps alone where the scale allows it. The jump falls into the first half of the keys, late for a
     kernel that goes downwards: a reference kept from the tiles before is wrong by the step. With small v a sum of
@@ -99,8 +106,8 @@ def _jumps(case, q, k, v, generator, rows):
     """
     if not case.key_len:
         return q, k, v
-    steps = torch.tensor(JUMPS)[torch.randint(len(JUMPS), q.shape[:3], generator=generator)]
-    q[..., 0] = torch.where(rows, steps, 0.0) / _base2_unit(case)
+    drawn = torch.tensor(steps)[torch.randint(len(steps), q.shape[:3], generator=generator)]
+    q[..., 0] = torch.where(rows, drawn, 0.0) / _base2_unit(case)
     k[..., 0] = 0.0
     q[..., 1:] *= 0.125
     first = _draw(case.key_len // 2, generator)
@@ -121,22 +128,42 @@ def _late_jumps(case, q, k, v, generator):
     return _jumps(case, q, k, v, generator, torch.rand(q.shape[:3], generator=generator) < 0.5)
 
 
+def _slight_jumps(case, q, k, v, generator):
+    """Just past the slack of 2^8: both the keys that jump and the others keep a weight that shows."""
+    rows = torch.rand(q.shape[:3], generator=generator) < 0.5
+    q, k, _ = _jumps(case, q, k, v, generator, rows, steps=(7.9, 8.1, 9.0, 10.0))
+    return q, k, v
+
+
 def _rare_jumps(case, q, k, v, generator):
     """One row of a warp's sixteen, or none: what the others vote must not matter."""
     return _jumps(case, q, k, v, generator, torch.rand(q.shape[:3], generator=generator) < 1 / 16)
 
 
 def _octet_jumps(case, q, k, v, generator):
-    """Every other octet of rows: one of the two rows that a lane of an m16n8 accumulator holds, and never the other."""
+    """One of the two rows that a lane of an m16n8 accumulator holds, and never the other."""
+    return _jumps(case, q, k, v, generator, _octets(case, q))
+
+
+def _octets(case, q):
+    """Bool like q[..., 0]: every other octet of rows, the even ones or the odd ones by the seed."""
     rows = (torch.arange(case.query_len) // 8 + case.seed) % 2 == 0
-    return _jumps(case, q, k, v, generator, rows[None, :, None].expand(q.shape[:3]))
+    return rows[None, :, None].expand(q.shape[:3])
+
+
+def _overflowing_sums(case, q, k, v, generator):
+    """Eight keys 2^123.5 above the others: sums in [2^126, 2^127), whose reciprocals rcp.approx.ftz flushes to 0."""
+    q.zero_()
+    k.zero_()
+    q[..., 0] = torch.where(_octets(case, q), 123.5, 0.0) / _base2_unit(case)
+    k[:, :8, :, 0] = 1.0
+    return q, k, v
 
 
 def _one_large_column(case, q, k, v, generator):
-    """The same with only column ``seed % head_dim`` of v large, so that only there an output may overflow."""
-    q, k, v = _jumps(case, q, k, v.clamp(-3, 3), generator, torch.rand(q.shape[:3], generator=generator) < 0.5)
-    v = v / v.abs().amax().clamp(min=1e-30)
-    v[..., case.seed % case.head_dim] *= STRETCH[case.dtype]
+    """The same with only column ``seed // 2 % head_dim`` of v large: an output overflows there, and no sum does."""
+    q, k, _ = _jumps(case, q, k, v, generator, _octets(case, q), steps=(39.0, 40.0, 100.0))
+    v[..., case.seed // 2 % case.head_dim] *= STRETCH[case.dtype]
     return q, k, v
 
 
@@ -144,13 +171,15 @@ def _steep_logits(case, q, k, v, generator):
     """A step of 2^256 in weight from key to key, up for some rows and down for the others.
 
     A row is its last or its first visible key alone. A key that it must not see would drown it, in a sum or a maximum.
+    All is in one column of q and k, the first or, if the seed is odd, the last.
     """
     ramp = torch.arange(case.key_len, dtype=torch.float32)[:, None] * 128.0
     sign = torch.where(torch.rand(q.shape[:3], generator=generator) < 0.8, 1.0, -1.0)
     q.zero_()
     k.zero_()
-    q[..., 0] = 2.0 * sign / _base2_unit(case)
-    k[..., 0] = ramp
+    column = -(case.seed % 2)
+    q[..., column] = 2.0 * sign / _base2_unit(case)
+    k[..., column] = ramp
     return q, k, v
 
 
@@ -168,18 +197,37 @@ def _minus_infinite_keys(case, q, k, v, generator):
 
 
 def _minus_infinite_tiles(case, q, k, v, generator):
-    """The same for whole tiles at one end of the keys: the tiles that a kernel meets first may hold nothing at all."""
-    edge = KEYS_A_TILE * _draw(-(-case.key_len // KEYS_A_TILE) + 1, generator)
-    if _draw(2, generator):
-        k[:, edge:] = -math.inf
-    else:
+    """The same for whole tiles at one end of the keys: a kernel may meet nothing at all at first, or in the end.
+
+    The seed says which: 0 hides all keys, 1 none, then come one tile at the end, one at the start, two at the end ...
+    """
+    tiles = -(-case.key_len // KEYS_A_TILE)
+    edge = KEYS_A_TILE * (case.seed // 2 % (tiles + 1))
+    if case.seed % 2:
         k[:, :edge] = -math.inf
+    else:
+        k[:, KEYS_A_TILE * tiles - edge if edge else 0 :] = -math.inf
     return q.abs() + 0.125, k, v
 
 
 def _nan_queries(case, q, k, v, generator):
-    q[torch.rand(case.batch, case.query_len, case.heads, generator=generator) < 0.25] = math.nan
+    """Some rows; or, if the seed is odd, every row of every other octet."""
+    some = torch.rand(case.batch, case.query_len, case.heads, generator=generator) < 0.25
+    octets = (torch.arange(case.query_len) // 8 + case.seed // 2) % 2 == 0
+    q[octets[None, :, None].expand(some.shape) if case.seed % 2 else some] = math.nan
     return q, k, v
+
+
+def _values_not_finite(case, q, k, v, generator):
+    """An infinity or NaN in one column of v, at a key that every row sees that sees any.
+
+    Logits are small: a weight that underflows, times infinity, would be NaN in one arithmetic and infinite in another.
+    """
+    if case.key_len:
+        key = 0 if case.causal else _draw(case.key_len, generator)
+        column = _draw(case.head_dim, generator)
+        v[:, key, _draw(case.kv_heads, generator), column] = (math.inf, -math.inf, math.nan)[_draw(3, generator)]
+    return 0.0625 * q, k, v
 
 
 def _nan_keys(case, q, k, v, generator):
@@ -197,6 +245,7 @@ def _denormal(case, q, k, v, generator):
 _MAKERS = {
     "normal": _normal,
     "large_logits": _large_logits,
+    "huge_products": _huge_products,
     "all_equal": _all_equal,
     "zeros": _zeros,
     "single_weights": _single_weights,
@@ -204,8 +253,10 @@ _MAKERS = {
     "rising_logits": _rising_logits,
     "falling_logits": _falling_logits,
     "late_jumps": _late_jumps,
+    "slight_jumps": _slight_jumps,
     "rare_jumps": _rare_jumps,
     "octet_jumps": _octet_jumps,
+    "overflowing_sums": _overflowing_sums,
     "one_large_column": _one_large_column,
     "steep_logits": _steep_logits,
     "large_values": _large_values,
@@ -213,8 +264,11 @@ _MAKERS = {
     "minus_infinite_tiles": _minus_infinite_tiles,
     "nan_queries": _nan_queries,
     "nan_keys": _nan_keys,
+    "values_not_finite": _values_not_finite,
     "denormal": _denormal,
 }
 VALUES = tuple(_MAKERS)
 #: Kinds whose logits are -inf with a positive scale and NaN or +inf with any other.
 NEED_POSITIVE_SCALE = frozenset({"minus_infinite_keys", "minus_infinite_tiles"})
+#: Kinds whose logits must stay small.
+NEED_ORDINARY_SCALE = frozenset({"values_not_finite"})

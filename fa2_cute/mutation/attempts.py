@@ -5,15 +5,37 @@ from dataclasses import dataclass
 from . import equivalents, trial
 from .sample import Task
 
+# What the emulator refuses before anything runs is no PTX, and says nothing about the checks.
+REFUSED = frozenset({"ParseError", "UnknownInstruction", "UninitialisedRegister"})
+
 
 @dataclass(frozen=True)
 class Result:
-    """A task, what noticed it ("" for nothing), at which case, and why it could not be noticed, if that is known."""
+    """A task, what noticed it ("" for nothing), at which case, and why it could not be noticed, if that is known.
+
+    It is one of four: ``invalid`` (no PTX), ``killed``, ``equivalent`` or ``survived``.
+    """
 
     task: Task
     noticed: str
     case: int
     excuse: str | None
+
+    @property
+    def invalid(self) -> bool:
+        return self.noticed in REFUSED
+
+    @property
+    def killed(self) -> bool:
+        return bool(self.noticed) and not self.invalid
+
+    @property
+    def equivalent(self) -> bool:
+        return not self.noticed and self.excuse is not None
+
+    @property
+    def survived(self) -> bool:
+        return not self.noticed and self.excuse is None
 
 
 def attempt(task: Task) -> Result:

@@ -15,7 +15,6 @@ def battery(spec: ForwardSpec) -> list[Case]:
     return [replace(plain, **fields) for fields in (*_FIELDS, *_TAILS, *_COLUMNS, _WEIGHTS)]
 
 
-ALL_HIDDEN = 0  # a seed of minus_infinite_tiles that leaves no key
 _TWO = {"heads": 2, "kv_heads": 1}
 _FIELDS = (
     # Two key tiles and the start of a third, rows that are no tile; keys seen by all, by some and by none.
@@ -33,9 +32,14 @@ _FIELDS = (
     {"query_len": 129, "key_len": 200, "softmax_scale": -0.125, "values": "large_logits"},
     {"query_len": 200, "key_len": 191, "values": "falling_logits", **_TWO},
     {"query_len": 140, "key_len": 300, "values": "late_jumps", "seed": 5},
+    *({"query_len": 130, "key_len": 255, "values": "slight_jumps", "seed": seed} for seed in (1, 2, 3)),
+    # The same with all keys of the last tile in use, which a second pass has to load again.
+    *({"query_len": 130, "key_len": 255, "values": "late_jumps", "seed": seed} for seed in (2, 3)),
     {"query_len": 70, "key_len": 200, "values": "steep_logits", "heads": 2},
+    *({"query_len": 70, "key_len": 255, "values": "steep_logits", "heads": 2, "seed": seed} for seed in (0, 1)),
     *({"query_len": 70, "key_len": 200, "values": "octet_jumps", "seed": seed} for seed in range(4)),
     *({"query_len": 200, "key_len": 210, "values": "rare_jumps", "seed": seed, "heads": 2} for seed in range(3)),
+    *({"query_len": 66, "key_len": 260, "values": "overflowing_sums", "seed": seed} for seed in (0, 1)),
     # Lengths at tile edges, offsets of both signs.
     {"query_len": 128, "key_len": 128},
     {"query_len": 127, "key_len": 127},
@@ -48,22 +52,29 @@ _FIELDS = (
     {"query_len": 193, "key_len": 65},
     {"query_len": 5, "key_len": 260},
     # Tiles, rows and keys that hold nothing to add, or only NaN.
-    {"query_len": 66, "key_len": 200, "values": "minus_infinite_tiles", "seed": 1, **_TWO},
-    {"query_len": 66, "key_len": 200, "values": "minus_infinite_tiles", "seed": 2, **_TWO},
-    {"query_len": 66, "key_len": 200, "values": "minus_infinite_tiles", "seed": ALL_HIDDEN},
+    *({"query_len": 66, "key_len": 200, "values": "minus_infinite_tiles", "seed": seed} for seed in (0, 2, 3, 5)),
     {"query_len": 66, "key_len": 130, "values": "minus_infinite_keys"},
     {"query_len": 66, "key_len": 130, "values": "nan_queries"},
     {"query_len": 66, "key_len": 5, "values": "nan_queries"},
+    *({"query_len": 60, "key_len": 60, "values": "nan_queries", "seed": seed} for seed in (1, 3)),
+    *({"query_len": 60, "key_len": 140, "values": "nan_queries", "seed": seed} for seed in (1, 3)),
+    {"query_len": 66, "key_len": 70, "values": "values_not_finite", **_TWO},
     {"query_len": 66, "key_len": 130, "values": "nan_keys", "seed": 1},
     # Roundings that lean one way, scales at their ends, magnitudes at theirs.
     {"query_len": 66, "key_len": 130, "softmax_scale": 0.0},
     {"query_len": 66, "key_len": 130, "softmax_scale": 1e30},
+    {"query_len": 66, "key_len": 260, "softmax_scale": 1e30},
+    {"query_len": 66, "key_len": 130, "softmax_scale": -1e-40, "values": "large_logits"},
+    {"query_len": 66, "key_len": 130, "softmax_scale": 1e-40, "values": "minus_infinite_keys"},
+    {"query_len": 66, "key_len": 200, "softmax_scale": 2.0**-110, "values": "huge_products"},
+    {"query_len": 66, "key_len": 200, "softmax_scale": -(2.0**-110), "values": "huge_products"},
     {"query_len": 66, "key_len": 130, "values": "large_values"},
     {"query_len": 66, "key_len": 130, "values": "denormal"},
     {"query_len": 66, "key_len": 260, "values": "one_huge_logit", "softmax_scale": 1.0},
     # Groups of two, four and eight heads that are not full.
     {"query_len": 129, "key_len": 65, "heads": 9, "kv_heads": 3},
     {"query_len": 3, "key_len": 65, "heads": 5, "kv_heads": 5},
+    {"query_len": 3, "key_len": 65, "heads": 7},
     {"batch": 3, "query_len": 3, "key_len": 7, "heads": 3},
     # Inputs that have to be copied, and strides that mean nothing.
     {"query_len": 6, "key_len": 7, "layouts": ("misaligned_start",) * 3, **_TWO},
@@ -73,7 +84,9 @@ _FIELDS = (
 # Every column of an m16n8 accumulator has a compare of its own with the end of the keys; a lane holds columns 8 n and
 # 8 n + 1 of a tile of 64 (PTX ISA, m16n8k16).
 _TAILS = tuple({"query_len": 17, "key_len": 64 + tail} for n in range(8) for tail in (8 * n, 8 * n + 1) if tail)
-# Overflow in one column of the output alone: the first, and one late in each kind of accumulator.
-_COLUMNS = tuple({"query_len": 130, "key_len": 260, "values": "one_large_column", "seed": seed} for seed in (0, 1, 64))
+# Overflow in one column of the output alone, the first or a late one, of one of the two rows of a lane.
+_COLUMNS = tuple(
+    {"query_len": 130, "key_len": 260, "values": "one_large_column", "seed": seed} for seed in (0, 1, 126, 127)
+)
 # Enough rows for a rounding that leans one way to show in a single register: 256 for each key tile and half.
-_WEIGHTS = {"batch": 2, "query_len": 256, "key_len": 256, "heads": 8, "kv_heads": 4, "values": "single_weights"}
+_WEIGHTS = {"batch": 2, "query_len": 256, "key_len": 250, "heads": 8, "kv_heads": 4, "values": "single_weights"}

@@ -41,8 +41,19 @@ _REDO = "only makes the block do its tiles again, following the maximum, where i
 _NO_REFERENCE = "rows without a reference have O = 0 and a sum of 0, which any finite factor keeps"
 _LIMIT = "a limit of -inf asks for a look at the maximum in every tile: slower, and as exact"
 _UNIFORM = "broadcasts a value that all lanes of the warp have already, to let the compiler use a uniform register"
-_TRACK = "V tiles of the pass that only looks for maxima: loaded with K to keep the count of groups, and not read"
 _BRANCH = "orders no memory: it keeps the compiler from turning the branch into selects"
+_FOUR_SUMS = "1/64 more than 2^123, times the four lanes of a row, is still below the 2^126 that matters"
+_TOGETHER = "of rows that see the same keys none goes without a reference alone, and a NaN row is NaN with any"
+_MAXIMUM = "changes the maximum alone: a reference may be another score, and is_sound tells where that was wrong"
+_NO_DIGITS = "float32 logits beyond 2^26 err by 16 or more: the bounds then allow all that the range of v does"
+_BIT_OF_ZERO = "one more bit of a number in which it is 0, or whose next shift drops it"
+_VOTE_BETWEEN = "kernels with a second pass have a barrier of the block (bar.red) between the reads and the stores"
+_NO_SIGN = "differs for a scale of 0 alone, which makes nothing of Q and nothing of -Q"
+_BELOW_ZERO = "a number of tiles below 0 is none as well"
+_EXTREME_ROWS = (
+    "seen by rows with scores of -inf alone, which any shift keeps, and beyond 2^26, which have no digits left"
+)
+_ALL_TILES = "tiles that no row sees are masked whole: slower, and as exact"
 _NO_TILES = "a query tile without a key tile: its rows are written as zeros whatever the accumulators hold"
 
 EQUIVALENTS: tuple[Equivalent, ...] = (
@@ -67,26 +78,53 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         )
         for source in ("*ceil_div(*", "*// tile_n*")
     ),
+    *(
+        Equivalent(kind, _FLOOR, opcode=opcode, source="*head // *")
+        for kind, opcode in (
+            ("arithmetic", "add.s32"),
+            ("comparison", "setp.*"),
+            ("opposite", "setp.*"),
+            ("logic", "*.pred"),
+        )
+    ),
     Equivalent("integer_constant", "a sign moved by 31 bits or by 32 is the same", "+1", "shr.s32", "*[/]*"),
     Equivalent("integer_constant", _FLOOR, opcode="shr.?64", source="*// (layouts.VECTOR_BYTES * 8*"),
-    Equivalent("integer_constant", "masks a bit that is 0: twice the lane is even", "+1", "and.b32", "*make_identity*"),
+    Equivalent("integer_constant", _BIT_OF_ZERO, "+1", "and.b32"),
+    Equivalent("integer_constant", _BIT_OF_ZERO, "-1", "and.b32", "*partition_C(cute.make_identity_tensor*"),
     # the softmax
     Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*FUSED_LIMIT*"),
     Equivalent("float_constant", _SWITCH, "larger", "setp.*.f32", "*FUSED_LIMIT*"),
     Equivalent("float_constant", _SWITCH, "larger", source="*RESCALE_SLACK*"),
-    Equivalent("float_constant", _SWITCH, "larger", source="*LARGEST_SUM*"),
+    Equivalent("float_constant", _FOUR_SUMS, "larger", source="*LARGEST_SUM*"),
     Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*LARGEST_SUM*"),
     Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*row_max[[]r] > state.row_limit*"),
     Equivalent("float_constant", _NO_REFERENCE, "larger", "selp.f32", "factor = *Float32(1.0)"),
+    Equivalent("selection", _NO_REFERENCE, "operands swapped", "selp.f32", "factor = *Float32(1.0)"),
+    Equivalent("guard", _LIMIT, "never", "bra", "if cute.arch.vote_any_sync(exceeded):"),
     Equivalent("selection", _LIMIT, "operands swapped", "selp.f32", "limit = *RESCALE_SLACK*"),
     Equivalent("float_constant", _REDO, "to 1", "fma.rn.f32", "zero = *"),
-    Equivalent("logic", _REDO, "or to and", source="*sound & (zero == 0.0)*"),
+    Equivalent("logic", _REDO, "or to and", source="*fused | ~kept*"),
+    Equivalent("float_constant", _REDO, "to 1", "setp.eq.f32", "*(zero == 0.0)*"),
+    Equivalent("logic", _TOGETHER, "or to and", source="missing = missing | *"),
+    Equivalent("opposite", _TOGETHER, "eq to ne", source="missing = missing | *"),
+    Equivalent("agreement", _TOGETHER, "any to all", source="if cute.arch.vote_any_sync(missing):"),
+    Equivalent("extremum", _MAXIMUM, "max to min", "max.f32", "best = *"),
+    Equivalent("opposite", _MAXIMUM, opcode="setp.lt.s32", source="*< limit else -Float32.inf"),
+    Equivalent("comparison", _MAXIMUM, opcode="setp.lt.s32", source="*< limit else -Float32.inf"),
+    Equivalent("selection", _MAXIMUM, opcode="selp.f32", source="*< limit else -Float32.inf"),
+    Equivalent("integer_constant", _MAXIMUM, opcode="or.b32", source="*< limit else -Float32.inf"),
+    Equivalent("float_constant", _MAXIMUM, "to 1", "selp.f32", "*< limit else -Float32.inf"),
+    Equivalent("float_constant", _EXTREME_ROWS, "to 1", source="unfused = *"),
+    Equivalent("opposite", _NO_DIGITS, opcode="setp.lt.f32", source="*FUSED_LIMIT*"),
     # control
+    Equivalent("barrier", _VOTE_BETWEEN, "dropped", "bar.warp.sync", "*have read their A fragments*"),
+    Equivalent("comparison", _NO_SIGN, opcode="setp.*.f32", source="if scale_log2 < 0.0:*"),
     Equivalent("barrier", _BRANCH, "dropped", "bar.warp.sync", "*keeps * a branch*"),
     Equivalent("shuffle", _UNIFORM, "dropped", "shfl.sync.idx.b32"),
     Equivalent("shuffle", _UNIFORM, "lane doubled", "shfl.sync.idx.b32"),
-    Equivalent("copy", _TRACK, "dropped", source="cute.copy(ring.copy, vector, *"),
-    Equivalent("copy", _TRACK, "dropped", source="cute.copy(copy, row_vector(*"),
+    Equivalent("extremum", _ALL_TILES, "min to max", "min.*", "seen_by_any = *"),
+    Equivalent("extremum", _ALL_TILES, "min to max", "min.*", "last_row = *"),
+    Equivalent("extremum", _BELOW_ZERO, "relu dropped", "min.relu.s32"),
     Equivalent("guard", _NO_TILES, "never", "bra", "if n_end > 0:"),
     Equivalent("float_constant", _NO_TILES, "to 1", "mov.b32", "cute.arch.cp_async_commit_group()"),
 )

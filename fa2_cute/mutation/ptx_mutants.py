@@ -28,6 +28,9 @@ class PtxMutant:
     source: tuple[str, int, str]
 
     def apply(self, ptx: str) -> str:
+        """The mutated text; ValueError if ``ptx`` is not the text that the mutant was made of."""
+        if ptx[self.start : self.end] != self.before:
+            raise ValueError(f"ptx: has {ptx[self.start : self.end]!r} where the mutant replaces {self.before!r}")
         return ptx[: self.start] + self.after + ptx[self.end :]
 
     def __str__(self) -> str:
@@ -80,8 +83,9 @@ def copy(s: Statement) -> Changes:
 def store(s: Statement) -> Changes:
     if s.opcode.startswith("st."):
         yield "dropped", ""
-        if s.operands[1].startswith("{"):
-            yield "first two values swapped", s.with_operand(1, _swapped(s.operands[1], 0, 1))
+        swapped = _swapped(s.operands[1], 0, 1) if s.operands[1].startswith("{") else s.operands[1]
+        if swapped != s.operands[1]:
+            yield "first two values swapped", s.with_operand(1, swapped)
 
 
 def agreement(s: Statement) -> Changes:

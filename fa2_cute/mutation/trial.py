@@ -6,8 +6,6 @@ import signal
 from dataclasses import dataclass
 from unittest import mock
 
-import torch
-
 from .. import arch, emulation, emulator, jit
 from ..fuzz.judging import Expectation, call
 from ..spec import ForwardSpec
@@ -29,18 +27,6 @@ class Verdict:
 
 class Hang(Exception):
     """A case has not ended within HANG_SECONDS."""
-
-
-def adopt(kernels: list[jit.Kernel]):
-    """Take kernels that another process has compiled; their launchers stay there."""
-    torch.set_num_threads(1)
-    for kernel in kernels:
-        jit._KERNELS[kernel.spec, kernel.arch] = kernel
-
-
-def portable(kernel: jit.Kernel) -> jit.Kernel:
-    """``kernel`` without the launcher, which cannot travel to another process."""
-    return kernel
 
 
 def try_ptx(spec: ForwardSpec, mutant: PtxMutant) -> Verdict:
