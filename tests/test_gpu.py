@@ -9,7 +9,7 @@ from hypothesis import given
 from fa2_cute import arch, demo, flash_attn_func, jit, reference, resources, tiling
 from fa2_cute.fuzz import Case, check
 from fa2_cute.fuzz.bounds import FP32
-from fa2_cute.fuzz.judging import check_tensors
+from fa2_cute.fuzz.judging import check_tensors, judge
 from fa2_cute.fuzz.layouts import LAYOUTS, far_apart
 from fa2_cute.fuzz.strategies import cases
 from fa2_cute.fuzz.values import VALUES
@@ -30,11 +30,11 @@ def normal(*shape, dtype=torch.bfloat16, seed=0):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_error_is_at_most_twice_that_of_torch(dtype, head_dim, causal):
-    """All pairs of lengths and all head ratios: every RMS error, and the largest error of all.
+    """All pairs of lengths and all head ratios: the RMS error of each, and the largest error of all.
 
-    The floor: what fp32 sums may err where torch does not. A single pair's maximum may pass twice torch's (2.4 times
-    was seen, in a few of 864 pairs): torch's largest probability of a row is 1 exactly, ours may be any number, and its
-    rounding shows in rows that few keys decide (docs/performance.md).
+    The floor: what fp32 sums may err where torch does not. The maximum of a single pair is judged by derived bounds
+    instead: it has been 2.4 times torch's in a few of 864 pairs. The largest probability of a row is 1 exactly in torch
+    and any number here, and its rounding shows in rows that few keys decide (docs/performance.md).
     """
     worst, largest = [], {"ours": 0.0, "theirs": 0.0}
     for query_len in LENGTHS:
@@ -48,7 +48,8 @@ def test_error_is_at_most_twice_that_of_torch(dtype, head_dim, causal):
                 ours = reference.error(out, expected)
                 theirs = reference.torch_error(q, k, v, expected, causal=causal)
                 floor = key_len * FP32 * v.abs().max().item()
-                if ours.max > 3 * theirs.max + floor or ours.rms > 2 * theirs.rms + floor:
+                judge(q, k, v, out, lse, causal=causal, what=f"{query_len} x {key_len}, {heads} on {kv_heads}")
+                if ours.rms > 2 * theirs.rms + floor:
                     worst.append((query_len, key_len, heads, kv_heads, ours, theirs))
                 largest = {"ours": max(largest["ours"], ours.max), "theirs": max(largest["theirs"], theirs.max)}
                 seen = expected_lse != -math.inf
