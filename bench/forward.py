@@ -61,7 +61,7 @@ def torch_attention(q, k, v, causal: bool):
     return out.transpose(1, 2)
 
 
-def with_tile(tile: tuple[int, ...], dtype: torch.dtype):
+def with_tile(tile: tuple[int, ...]):
     """Our kernel with a tile (tile_m, tile_n, warps, stages) that the table would not choose."""
     architecture = arch.by_capability(*torch.cuda.get_device_capability())
 
@@ -126,7 +126,7 @@ def main(
         "fa2_cute": lambda q, k, v, causal: flash_attn_func(q, k, v, causal=causal),
     }
     for text in tile:
-        contestants[text] = with_tile(tuple(map(int, text.split("x"))), torch_dtype)
+        contestants[text] = with_tile(tuple(map(int, text.split("x"))))
     table = Table("shape", "mask", *contestants, "ratio", title=f"{torch.cuda.get_device_name()}, {dtype}, TFLOP/s")
     with torch.inference_mode():
         for text in shape:

@@ -99,19 +99,19 @@ def _compile(spec: ForwardSpec, arch: Architecture) -> store.Code:
 
     from .kernels.forward import Forward
 
-    dtype = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}[spec.dtype]
+    forward = Forward(spec)
 
     def rows() -> Any:
         """(batch, length, heads, head_dim): rows of head_dim elements that start at multiples of 16 bytes."""
         extents = (*(cute.sym_int32() for _ in range(3)), spec.head_dim)
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(dtype, extents, strides, assumed_align=16)
+        return make_fake_tensor(forward.dtype, extents, strides, assumed_align=16)
 
     lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
     lse = make_fake_tensor(cutlass.Float32, tuple(cute.sym_int32() for _ in range(3)), lse_strides, assumed_align=4)
     with tempfile.TemporaryDirectory(prefix="fa2_cute-") as folder:
         function = cute.compile(
-            Forward(spec),
+            forward,
             *(rows() for _ in range(4)),
             lse,
             cutlass.Float32(1.0),

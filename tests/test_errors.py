@@ -194,8 +194,7 @@ def test_unknown_arguments():
         flash_attn_func(q, k, v, softmax_scal=1.0)
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo])
-def test_tensors_that_are_not_strided(layout):
+def test_tensors_that_are_not_strided():
     q, k, v = tensors()
     refused(ValueError, "q", "sparse", q=q.to_sparse(), k=k, v=v)
 

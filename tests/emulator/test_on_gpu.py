@@ -68,12 +68,13 @@ def test_mma_of_finite_numbers(form, seed, spread):
     same_mma(form, *finite_operands(form, np.random.default_rng(seed), 64, spread))
 
 
-@pytest.mark.parametrize("form", FORMS)
+NOT_YET = pytest.mark.xfail(reason="differs on an H200 for some operands at the ends of bf16's exponents", strict=False)
+
+
+@pytest.mark.parametrize("form", [pytest.param(f, marks=NOT_YET) if ".bf16." in f else f for f in FORMS])
 @MANY
 @given(SEEDS)
 def test_mma_of_finite_numbers_far_apart(form, seed):
-    if form.split(".")[1] == "bf16":
-        pytest.xfail("seen to differ on an H200 for some bf16 operands at the ends of its exponents; not modelled yet")
     same_mma(form, *finite_operands(form, np.random.default_rng(seed), 64, 30))
 
 
