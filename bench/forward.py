@@ -1,7 +1,7 @@
 """Times the forward pass beside torch's attention on a CUDA device, in one run.
 
     python bench/forward.py                                  # the default shapes
-    python bench/forward.py --shape 2x8192x16x128 --kv-heads 4 --tile 256x32x8x2
+    python bench/forward.py --shape 2x8192x16x128 --kv-heads 4 --tile 128x64x8x2q
 
 Inputs are fresh random numbers, rotated so that one call does not find the last one's in the L2; calls of all
 contestants alternate; each figure is a median with the spread of the middle half. A result is checked against torch's
@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fa2_cute import arch, flash_attn_func, jit, problem, tiling
-from fa2_cute.attention import LOG2_E
+from fa2_cute import arch, flash_attn_func, forward, jit
 
 L2_BYTES = 128 * 2**20  # more than any L2 of today's devices
 CALLS = 4  # between two events, so that the host's part of a launch hides behind the device's
@@ -62,16 +61,14 @@ def torch_attention(q, k, v, causal: bool):
 
 
 def with_tile(tile: tuple[int, ...]):
-    """Our kernel with a tile (tile_m, tile_n, warps, stages) that the table would not choose."""
+    """Our kernel with a tile (tile_m, tile_n, warps, stages, query_in_registers) that the table would not choose."""
     architecture = arch.by_capability(*torch.cuda.get_device_capability())
 
     def call(q, k, v, causal: bool):
-        of = problem.Problem.of(q, k, v, causal=causal)
-        keys = ("tile_m", "tile_n", "warps", "stages")
-        spec = replace(tiling.choose(of, architecture), **dict(zip(keys, tile, strict=True)))
-        out = torch.empty_like(q)
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
-        jit.compiled(spec, architecture).function(q, k, v, out, lse, of.head_dim**-0.5 * LOG2_E)
+        out, _, prepared = forward.prepare(q, k, v, window=(None, 0 if causal else None))
+        keys = ("tile_m", "tile_n", "warps", "stages", "query_in_registers")
+        spec = replace(prepared.spec(architecture), **dict(zip(keys, tile, strict=True)))
+        forward.launch(jit.compiled(spec, architecture), prepared)
         return out
 
     return call
@@ -107,7 +104,9 @@ def measure(contestants, inputs, causal: bool, rounds: int) -> dict[str, list[fl
 
 
 SHAPES = typer.Option(DEFAULT_SHAPES, "--shape", help="batch x length x heads x head_dim, repeatable")
-TILES = typer.Option((), "--tile", help="also time tile_m x tile_n x warps x stages, repeatable")
+TILES = typer.Option(
+    (), "--tile", help="also time tile_m x tile_n x warps x stages, a q at its end for Q in registers; repeatable"
+)
 
 
 def main(
@@ -126,7 +125,8 @@ def main(
         "fa2_cute": lambda q, k, v, causal: flash_attn_func(q, k, v, causal=causal),
     }
     for text in tile:
-        contestants[text] = with_tile(tuple(map(int, text.split("x"))))
+        sides = tuple(map(int, text.removesuffix("q").split("x")))
+        contestants[text] = with_tile((*sides, text.endswith("q")))
     table = Table("shape", "mask", *contestants, "ratio", title=f"{torch.cuda.get_device_name()}, {dtype}, TFLOP/s")
     with torch.inference_mode():
         for text in shape:

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import arch, attention, jit, reference, resources, tiling
+from . import arch, forward, jit, reference, resources
 from .arch import Architecture
+from .attention import flash_attn_func
 from .emulation import EmulationNotice
-from .problem import Problem
 from .reference import Error
 
 FP32_ROUNDING = 2.0**-23  # bounds one fp32 operation, truncating ones included
@@ -150,7 +150,7 @@ def compile_for(workload: Workload, device: torch.device) -> list[Compiled]:
     compiled = []
     for architecture in architectures:
         for call in calls(workload, torch.device("meta"), seed=0):
-            spec = tiling.choose(Problem.of(call.q, call.k, call.v, causal=True), architecture)
+            spec = forward.prepare(call.q, call.k, call.v, window=(None, 0))[-1].spec(architecture)
             if (spec, architecture) not in {(c.kernel.spec, c.kernel.arch) for c in compiled}:
                 start = time.perf_counter()
                 kernel = jit.compiled(spec, architecture)
@@ -186,7 +186,7 @@ def _timed(call: Call) -> tuple[torch.Tensor, torch.Tensor, float]:
     """(out, lse, seconds): the wall clock of one call in the emulator, the median of some on a GPU."""
 
     def attend():
-        return attention.flash_attn_func(call.q, call.k, call.v, causal=True, return_softmax_lse=True)
+        return flash_attn_func(call.q, call.k, call.v, causal=True, return_softmax_lse=True)
 
     if call.q.device.type == "cpu":
         start = time.perf_counter()

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import math
+import sys
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 import rich.console
@@ -11,16 +13,12 @@ import rich.progress
 import torch
 
 from . import emulator
-from .jit import Kernel
-from .problem import Problem
-from .spec import ForwardSpec
+from .jit import Kernel, Specification
+from .parameters import Parameter, ScalarParameter
 
 # Of one core of a 2020s server, measured: the blocks that run side by side cost this much, and this much a key tile.
 SECONDS_A_WAVE, SECONDS_A_TILE = 0.03, 0.015
 QUIET_SECONDS = 10
-
-DYNAMIC_4D = {"extents": (0, 1, 2), "strides": (0, 1, 2)}  # head_dim and its stride of 1 are compiled in
-DYNAMIC_LSE = {"extents": (0, 1, 2), "strides": (0, 1)}
 
 
 class EmulationNotice(UserWarning):
@@ -29,47 +27,41 @@ class EmulationNotice(UserWarning):
 
 @functools.cache
 def announce():
-    """Say once in a process that calls are emulated."""
+    """Say once in a process that calls are emulated, as a warning of the line outside the package that called."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
     warnings.warn(
         "fa2_cute: CPU tensors run the sm_120a kernel in the emulator, exactly but slowly",
         EmulationNotice,
-        stacklevel=5,
+        stacklevel=level,
     )
 
 
 def run(
     kernel: Kernel,
-    problem: Problem,
-    tensors: tuple[torch.Tensor, ...],
-    scale_log2: float,
+    grid: tuple[int, int, int],
+    values: Sequence[torch.Tensor | float | int | None],
     *,
+    tiles: int = 0,
     counters: bool = False,
     numerics: str = "ieee",
 ) -> emulator.Stats:
-    """Launch ``kernel`` on (q, k, v, out, lse) in the emulator; out and lse are written.
+    """Launch ``kernel`` on ``values``, one for each of ``kernel.spec.parameters()``, in the emulator.
 
-    ``counters``: also count bank conflicts, sectors and bytes. ``numerics``: "ieee", or "sm_90" for the bits of that
-    hardware's tensor cores and special functions, at about a quarter of the speed (docs/emulator.md, "Numbers").
+    ``tiles``: steps of a block's main loop, by which the time is estimated. ``counters``: also count bank conflicts,
+    sectors and bytes. ``numerics``: "ieee", or "sm_90" for the bits of that hardware's tensor cores and special
+    functions, at about a quarter of the speed (docs/emulator.md, "Numbers").
 
     A launch that will take longer than QUIET_SECONDS says so on stderr first and shows its progress; Ctrl-C stops it.
     """
-    q, k, v, out, lse = tensors
-    args = [
-        emulator.Tensor(q, name="q", **DYNAMIC_4D),
-        emulator.Tensor(k, name="k", **DYNAMIC_4D),
-        emulator.Tensor(v, name="v", **DYNAMIC_4D),
-        emulator.Tensor(out, name="out", writable=True, **DYNAMIC_4D),
-        emulator.Tensor(lse, name="lse", writable=True, **DYNAMIC_LSE),
-        np.float32(scale_log2),
-        np.int32(problem.heads // problem.kv_heads),
-    ]
     spec = kernel.spec
-    with _progress(spec, problem) as progress:
+    with _progress(estimated_seconds(math.prod(grid) * spec.threads, tiles)) as progress:
         return emulator.launch(
             _module(kernel.ptx).kernel(),
-            grid=spec.grid(*out.shape[:1], problem.heads, problem.query_len),
+            grid=grid,
             block=(spec.threads, 1, 1),
-            args=args,
+            args=arguments(spec, values),
             shared_bytes=spec.shared_bytes,
             arch=kernel.arch.target,
             counters=counters,
@@ -78,26 +70,47 @@ def run(
         )
 
 
-def announce_and_run(kernel: Kernel, problem: Problem, tensors: tuple[torch.Tensor, ...], scale_log2: float):
+def announce_and_run(
+    kernel: Kernel,
+    grid: tuple[int, int, int],
+    values: Sequence[torch.Tensor | float | int | None],
+    tiles: int,
+):
     """``run`` for somebody who has called the library on CPU tensors, and learns once what that means."""
     announce()
-    run(kernel, problem, tensors, scale_log2)
+    run(kernel, grid, values, tiles=tiles)
 
 
-def estimated_seconds(spec: ForwardSpec, problem: Problem) -> float:
-    """About how long one core emulates ``problem``: blocks run side by side, their key tiles one after the other."""
-    blocks = math.prod(spec.grid(problem.batch, problem.heads, problem.query_len))
-    waves = -(-blocks * spec.threads // emulator.RESIDENT_THREADS)
-    tiles = -(-problem.key_len // spec.tile_n)
-    if problem.causal and problem.query_len > spec.tile_m:
-        tiles = (tiles + 1) // 2
+def arguments(spec: Specification, values: Sequence[torch.Tensor | float | int | None]) -> list:
+    """``values`` as the emulator takes them: the kernel's parameter structs hold what is known at run time only."""
+    return [
+        _argument(parameter, value)
+        for parameter, value in zip(spec.parameters(), values, strict=True)
+        if parameter is not None
+    ]
+
+
+def _argument(parameter: Parameter, value: torch.Tensor | float | int):
+    if isinstance(parameter, ScalarParameter):
+        return {"float32": np.float32, "int32": np.int32}[parameter.dtype](value)
+    return emulator.Tensor(
+        value,
+        name=parameter.name,
+        extents=parameter.run_time_extents,
+        strides=parameter.run_time_strides,
+        writable=parameter.written,
+    )
+
+
+def estimated_seconds(threads: int, tiles: int) -> float:
+    """About how long one core emulates ``threads`` threads: blocks run side by side, a block's tiles one by one."""
+    waves = -(-threads // emulator.RESIDENT_THREADS)
     return waves * (SECONDS_A_WAVE + SECONDS_A_TILE * tiles)
 
 
 @contextlib.contextmanager
-def _progress(spec: ForwardSpec, problem: Problem):
+def _progress(seconds: float):
     """A callback (done, total) for ``emulator.launch`` that draws a bar, or None for short launches."""
-    seconds = estimated_seconds(spec, problem)
     if seconds < QUIET_SECONDS:
         yield None
         return

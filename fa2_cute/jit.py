@@ -4,27 +4,50 @@ import functools
 import logging
 import tempfile
 import threading
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from . import store
 from .arch import Architecture
-from .spec import ForwardSpec
+from .parameters import Parameter, ScalarParameter
 
-ENTRY_POINT = "fa2_cute_forward"  # the launcher's name in the object file
+ENTRY_POINT = "fa2_cute_launch"  # the launcher's name in the object file
 
 # A person should never wait in silence; the level is one that Python shows where nobody has configured logging.
 _LOG = logging.getLogger("fa2_cute")
-_KERNELS: dict[tuple[ForwardSpec, Architecture], "Kernel"] = {}
+_KERNELS: dict[tuple["Specification", Architecture], "Kernel"] = {}
 _LOCK = threading.Lock()
+
+
+class Specification(Protocol):
+    """What a kernel is specialised on: frozen and hashable, and its ``str`` tells it from every other."""
+
+    @property
+    def title(self) -> str:
+        """One line for a person."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+
+    def parameters(self) -> tuple[Parameter | None, ...]:
+        """The arguments of the kernel and of its launcher, in order; None for one that this specification has not."""
+
+    def build(self) -> Any:
+        """The launch code (a ``cute.jit`` callable of those arguments and a stream); loads the compiler."""
 
 
 @dataclass(frozen=True)
 class Kernel:
     """Compiled code and what it was compiled from."""
 
-    spec: ForwardSpec
+    spec: Specification
     arch: Architecture
     code: store.Code = field(repr=False)
 
@@ -38,7 +61,7 @@ class Kernel:
 
     @functools.cached_property
     def function(self) -> Any:
-        """``function(q, k, v, out, lse, scale_log2)`` launches on torch's current CUDA stream."""
+        """``function(*arguments)``, those of ``spec.parameters()``, launches on torch's current CUDA stream."""
         from cutlass.runtime import load_module
 
         with tempfile.TemporaryDirectory(prefix="fa2_cute-") as folder:
@@ -47,7 +70,7 @@ class Kernel:
             return load_module(str(path), enable_tvm_ffi=True)[ENTRY_POINT]
 
 
-def compiled(spec: ForwardSpec, arch: Architecture) -> Kernel:
+def compiled(spec: Specification, arch: Architecture) -> Kernel:
     """The kernel for ``spec`` on ``arch``: from memory, from disk, or compiled now (some seconds)."""
     key = (spec, arch)
     kernel = _KERNELS.get(key)
@@ -64,7 +87,7 @@ def kernels() -> int:
     return len(_KERNELS)
 
 
-def obtain(spec: ForwardSpec, arch: Architecture, where: store.Store | None) -> store.Code:
+def obtain(spec: Specification, arch: Architecture, where: store.Store | None) -> store.Code:
     """The code for ``spec`` on ``arch`` from ``where``; compiled and put there if it is not there in good order.
 
     A folder that cannot be written to is worth a warning, not an error: the kernel is compiled for this process.
@@ -86,35 +109,24 @@ def obtain(spec: ForwardSpec, arch: Architecture, where: store.Store | None) -> 
     return code if code is not None else _compile(spec, arch)
 
 
-def entry_name(spec: ForwardSpec, arch: Architecture) -> str:
+def entry_name(spec: Specification, arch: Architecture) -> str:
     """What the code for ``spec`` on ``arch`` is called in a store: every field of both is part of it."""
     return store.entry_name(f"{spec} {arch}")
 
 
-def _compile(spec: ForwardSpec, arch: Architecture) -> store.Code:
+def _compile(spec: Specification, arch: Architecture) -> store.Code:
     _LOG.warning("fa2_cute: compiling %s for %s, some seconds", spec.title, arch.target)
-    import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+    from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
+    from cutlass.cute.runtime import make_fake_stream
 
-    from .kernels.forward import Forward
-
-    forward = Forward(spec)
-
-    def rows() -> Any:
-        """(batch, length, heads, head_dim): rows of head_dim elements that start at multiples of 16 bytes."""
-        extents = (*(cute.sym_int32() for _ in range(3)), spec.head_dim)
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(forward.dtype, extents, strides, assumed_align=16)
-
-    lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
-    lse = make_fake_tensor(cutlass.Float32, tuple(cute.sym_int32() for _ in range(3)), lse_strides, assumed_align=4)
-    with tempfile.TemporaryDirectory(prefix="fa2_cute-") as folder:
+    arguments = [parameter and _stand_in(parameter) for parameter in spec.parameters()]
+    with tempfile.TemporaryDirectory(prefix="fa2_cute-") as folder, warnings.catch_warnings():
+        # Loops of 64 and more register operations are unrolled on purpose.
+        warnings.simplefilter("ignore", DSLOptimizationWarning)
         function = cute.compile(
-            forward,
-            *(rows() for _ in range(4)),
-            lse,
-            cutlass.Float32(1.0),
+            spec.build(),
+            *arguments,
             make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --gpu-arch {arch.target} --generate-line-info --keep-ptx --keep-cubin "
             f"--dump-dir {folder}",
@@ -122,3 +134,34 @@ def _compile(spec: ForwardSpec, arch: Architecture) -> store.Code:
         path = Path(folder) / "kernel.o"
         function.export_to_c(str(path), ENTRY_POINT)
         return store.Code(function.artifacts.PTX, function.artifacts.CUBIN, path.read_bytes())
+
+
+def _stand_in(parameter: Parameter) -> Any:
+    """What the compiler takes in the place of an argument that is not there yet."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    dtype = _dtype(parameter.dtype)
+    if isinstance(parameter, ScalarParameter):
+        return dtype(1)
+    extents = tuple(cute.sym_int32() if extent is None else extent for extent in parameter.shape)
+    strides = tuple(
+        cute.sym_int64(divisibility=parameter.divisor) if stride is None else stride for stride in parameter.stride
+    )
+    return make_fake_tensor(dtype, extents, strides, assumed_align=parameter.divisor * dtype.width // 8)
+
+
+def _dtype(name: str) -> Any:
+    """The compiler's type of that name."""
+    import cutlass
+
+    return {
+        "float16": cutlass.Float16,
+        "bfloat16": cutlass.BFloat16,
+        "float32": cutlass.Float32,
+        "int32": cutlass.Int32,
+        "int64": cutlass.Int64,
+        "uint8": cutlass.Uint8,
+        "float8_e4m3fn": cutlass.Float8E4M3FN,
+        "float8_e5m2": cutlass.Float8E5M2,
+    }[name]

@@ -1,9 +1,63 @@
 """What a kernel is specialised on, as plain data: the compile key, and nothing but the compile key."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .parameters import Parameter, ScalarParameter, TensorParameter, rows, vector
 
 MAX_GRID_YZ = 65_535  # blocks in y and in z (CUDA C++ Programming Guide, "Technical Specifications")
-SWIZZLE_ROW_ELEMENTS = 64  # 128 bytes of a 16-bit type: one pass over all 32 banks of shared memory
+MAX_HEAD_DIM = 256  # wider rows of O do not fit a thread's registers
+DTYPES = ("bfloat16", "float16")
+MASK_DTYPES = ("bool", "bfloat16", "float16", "float32")
+
+# Elements of a row in shared memory, and the last of them the limit: multiples of 32 that the copies' lanes divide.
+_SHARED_WIDTHS = (32, 64, 96, 128, 192, 256)
+VECTOR_ELEMENTS = 8  # 16 bytes of a 16-bit type: what one cp.async moves
+
+
+@dataclass(frozen=True)
+class Features:
+    """Options of a call that change the code; what they are set to are run-time arguments.
+
+    left, right   the window is bounded on that side; causal is a bound on the right
+    varlen        sequences packed along the rows, told apart by cumulative lengths
+    softcap       softcap * tanh(logit / softcap)
+    alibi         a slope a head times the distance is subtracted
+    sink          one more logit a head, without a value
+    mask          "bool", or the dtype of what is added to the logits, or None
+    """
+
+    left: bool = False
+    right: bool = False
+    varlen: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sink: bool = False
+    mask: str | None = None
+
+    def __post_init__(self):
+        if self.mask not in (None, *MASK_DTYPES):
+            raise ValueError(f"mask: got {self.mask!r}, takes one of {', '.join(MASK_DTYPES)} or None")
+        if self.mask and self.varlen:
+            raise ValueError("mask: takes calls of one length a batch, not packed sequences")
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a logit is more than a scaled product."""
+        return self.softcap or self.alibi or self.mask is not None
+
+    @property
+    def title(self) -> str:
+        """A few words: "causal", "left, right, softcap", "full"."""
+        names = [field.name for field in fields(self) if getattr(self, field.name)]
+        if self.right and not self.left:
+            names[names.index("right")] = "causal"
+        if self.mask:
+            names[names.index("mask")] = f"{self.mask} mask"
+        return ", ".join(names) if self.right or self.left else ", ".join(["full", *names])
+
+
+FULL, CAUSAL = Features(), Features(right=True)
 
 
 @dataclass(frozen=True)
@@ -11,37 +65,45 @@ class ForwardSpec:
     """All that the forward kernel is specialised on: what is not here is a run-time argument.
 
     dtype       "float16" or "bfloat16"
-    head_dim    elements of a query, key and value row
-    causal      mask keys beyond ``row + key_len - query_len``
+    head_dim    elements of a query or key row, a multiple of 8 up to 256
+    value_dim   elements of a value or output row, likewise
+    features    options that change the code
     tile_m      query rows a block
     tile_n      keys a step
     warps       warps a block; each owns tile_m / warps rows
     stages      tiles in the K ring and in the V ring, at least 2
     reference   what the softmax subtracts: "trailing" follows the row maximum in every tile; "first" (bfloat16 only: it
                 needs an exponent range as wide as float32's) keeps that of the first tiles and checks at the end
+    query_in_registers  Q's fragments are read from shared memory once, not once a step
+    swizzle     shared memory without bank conflicts; False is there to show what that is worth
     """
 
     dtype: str
     head_dim: int
-    causal: bool
+    value_dim: int
+    features: Features
     tile_m: int
     tile_n: int
     warps: int
     stages: int
     reference: str = "trailing"
+    query_in_registers: bool = False
+    swizzle: bool = True
 
     def __post_init__(self):
-        if self.dtype not in ("float16", "bfloat16"):
+        if self.dtype not in DTYPES:
             raise ValueError(f"dtype: got {self.dtype!r}, takes 'float16' or 'bfloat16'")
-        for name in ("head_dim", "tile_m", "tile_n", "warps"):
+        for name in ("head_dim", "value_dim"):
+            width = getattr(self, name)
+            if width % VECTOR_ELEMENTS or not 0 < width <= MAX_HEAD_DIM:
+                raise ValueError(f"{name}: got {width}, takes multiples of 8 from 8 to {MAX_HEAD_DIM}")
+        for name in ("tile_m", "tile_n", "warps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes a positive number")
-        if self.head_dim % SWIZZLE_ROW_ELEMENTS:
-            raise ValueError(f"head_dim: got {self.head_dim}, takes a multiple of {SWIZZLE_ROW_ELEMENTS}")
         if self.tile_m % (16 * self.warps):
             raise ValueError(f"tile_m: got {self.tile_m}, takes a multiple of 16 rows for each of {self.warps} warps")
-        rows_a_pass = self.threads // 8
-        if self.tile_n % 16 or self.tile_n % rows_a_pass:
+        if self.tile_n % 16 or not self._width(MAX_HEAD_DIM):
+            rows_a_pass = self.threads // self.copy_lanes(MAX_HEAD_DIM)
             raise ValueError(
                 f"tile_n: got {self.tile_n}, takes a multiple of 16 and of the {rows_a_pass} rows that "
                 f"{self.threads} threads copy at a time"
@@ -50,32 +112,113 @@ class ForwardSpec:
             raise ValueError(f"reference: got {self.reference!r}, takes 'trailing' or 'first'")
         if self.reference == "first" and self.dtype != "bfloat16":
             raise ValueError(f"reference: got 'first' with dtype {self.dtype!r}, takes it with 'bfloat16' only")
+        if self.reference == "first" and self.features.mask:
+            raise ValueError(
+                "reference: got 'first' with a mask, takes 'trailing': a row's first tile may be all masked"
+            )
         if self.stages < 2:
             raise ValueError(f"stages: got {self.stages}, takes 2 or more")
 
     @property
     def title(self) -> str:
         """One line for a person: "bfloat16, head_dim 128, causal, tile 128x64 on 8 warps"."""
-        mask = "causal" if self.causal else "full"
-        return f"{self.dtype}, head_dim {self.head_dim}, {mask}, tile {self.tile_m}x{self.tile_n} on {self.warps} warps"
+        width = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        tile = f"tile {self.tile_m}x{self.tile_n} on {self.warps} warps"
+        return f"{self.dtype}, head_dim {width}, {self.features.title}, {tile}"
+
+    @property
+    def causal(self) -> bool:
+        """Whether the window is bounded on the right alone."""
+        return self.features.right and not self.features.left
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
 
     @property
+    def head_width(self) -> int:
+        """Elements of a Q or K row in shared memory; what is beyond head_dim is zero."""
+        return self._width(self.head_dim)
+
+    @property
+    def value_width(self) -> int:
+        """Elements of a V or O row in shared memory."""
+        return self._width(self.value_dim)
+
+    def _width(self, dim: int) -> int:
+        """The narrowest row that holds ``dim`` elements and lets the block copy whole tiles of keys; 0: none does."""
+        for width in _SHARED_WIDTHS:
+            if width >= dim and self.tile_n % (self.threads // self.copy_lanes(width)) == 0:
+                return width
+        return 0
+
+    def copy_lanes(self, width: int) -> int:
+        """Threads side by side that copy a row of ``width`` elements of shared memory, 16 bytes each.
+
+        Eight, for whole lines of 128 bytes, or four where eight do not divide a row; more where the block would else
+        cover more rows at a time than a tile of keys has.
+        """
+        lanes = 8 if width % 64 == 0 else 4
+        while self.threads // lanes > self.tile_n and width % (2 * lanes * VECTOR_ELEMENTS) == 0:
+            lanes *= 2
+        return lanes
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: Q, then the K ring, then the V ring."""
-        return 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
+        """Dynamic shared memory of a block: Q (and later O), then the K ring, then the V ring."""
+        widths = (self.head_width, self.value_width)
+        return 2 * (self.tile_m * max(widths) + self.stages * self.tile_n * sum(widths))
 
     def grid(self, batch, heads, query_len):
-        """Thread blocks of a launch (x, y, z), in the order of kernels/schedule.py; some of the last group may be idle.
+        """Thread blocks of a launch (x, y, z), in the order of kernels/schedule.py; some may be idle.
 
-        Takes Python integers (emulator) and DSL integers (launch code) alike.
+        Takes Python integers (emulator) and DSL integers (launch code) alike. With ``varlen``, ``batch`` counts the
+        sequences and ``query_len`` all rows.
         """
         group = 1 << group_log2(heads)
-        tiles = (query_len + self.tile_m - 1) // self.tile_m
-        return (tiles * group, (heads + group - 1) // group, batch)
+        groups = (heads + group - 1) // group
+        if self.features.varlen:
+            return (packed_tiles(batch, query_len, self.tile_m) * group, groups, 1)
+        return ((query_len + self.tile_m - 1) // self.tile_m * group, groups, batch)
+
+    def parameters(self) -> tuple[Parameter | None, ...]:
+        """The kernel's arguments in order; what the features do not need is None."""
+        on = self.features
+        return (
+            rows("q", self.dtype, self.head_dim),
+            rows("k", self.dtype, self.head_dim),
+            rows("v", self.dtype, self.value_dim),
+            rows("out", self.dtype, self.value_dim, written=True),
+            TensorParameter("lse", "float32", (None,) * 3, (None, None, 1), written=True),
+            ScalarParameter("scale_log2", "float32"),
+            ScalarParameter("heads_per_kv_head", "int32"),
+            ScalarParameter("window_left", "int32") if on.left else None,
+            ScalarParameter("window_right", "int32") if on.right else None,
+            ScalarParameter("softcap", "float32") if on.softcap else None,
+            ScalarParameter("scale_over_softcap", "float32") if on.softcap else None,
+            TensorParameter("alibi_slopes", "float32", (None,) * 2, (None,) * 2) if on.alibi else None,
+            vector("learnable_sink", "float32") if on.sink else None,
+            TensorParameter("attn_mask", _STORED.get(on.mask, on.mask), (None,) * 4, (None,) * 4) if on.mask else None,
+            vector("cu_seqlens_q", "int32") if on.varlen else None,
+            vector("cu_seqlens_k", "int32") if on.varlen else None,
+        )
+
+    def build(self) -> Any:
+        """The kernel's launch code, for ``cute.compile``. Loads the compiler."""
+        from .kernels.forward import Forward
+
+        return Forward(self)
+
+
+_STORED = {"bool": "uint8"}
+
+
+def packed_tiles(sequences, rows, tile_m):
+    """Query tiles that are enough for ``rows`` rows of ``sequences`` sequences, and for the rows before and after them.
+
+    Sequence i of those n + 2 starts at row s; its tiles begin at s // tile_m + i (kernels/schedule.py).
+    """
+    return rows // tile_m + sequences + 2
 
 
 def group_log2(heads):

@@ -103,7 +103,8 @@ def entry_name(description: str) -> str:
 def _surroundings() -> str:
     """Everything but the specification that compiled code depends on."""
     package = Path(__file__).parent
-    sources = sorted([*(package / "kernels").glob("*.py"), package / "spec.py", package / "jit.py"])
+    described = [package / name for name in ("jit.py", "parameters.py")]
+    sources = sorted([*(package / "kernels").glob("*.py"), *package.glob("*spec.py"), *described])
     parts = [f"{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()}" for source in sources]
     parts += [f"{name} {metadata.version(name)}" for name in COMPILER_PACKAGES]
     return "\n".join([*parts, platform.system(), platform.machine(), _processor()])

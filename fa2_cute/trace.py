@@ -11,10 +11,10 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from . import arch, attention, emulation, jit, tiling
+from . import arch, emulation, forward, jit
 from .emulator import Stats
 from .problem import DTYPES, Problem
-from .spec import ForwardSpec
+from .spec import CAUSAL, FULL, ForwardSpec
 
 MMA_MULTIPLY_ADDS = 16 * 8 * 16  # PTX ISA: mma.sync.m16n8k16
 SECTOR_BYTES = 32  # what an L2 cache line is made of (CUDA C++ Best Practices Guide, "Coalesced Access")
@@ -74,22 +74,20 @@ def problem_of(
         raise ValueError(f"SHAPE: got {shape} with {key_len} keys and {kv_heads} KV heads, takes 1 or more of each")
     q = torch.empty((batch, query_len, heads, head_dim), dtype=types[dtype], device="meta")
     k = torch.empty((batch, key_len, kv_heads, head_dim), dtype=types[dtype], device="meta")
-    return Problem.of(q, k, k, causal=causal)
+    return Problem.of(q, k, k, CAUSAL if causal else FULL)
 
 
 def trace(problem: Problem, seed: int = 0) -> Trace:
-    """Run ``problem`` on normal random numbers in the emulator, with all counters on."""
+    """Run ``problem``, a full or causal one, on normal random numbers in the emulator, with all counters on."""
     generator = torch.Generator().manual_seed(seed)
     dtype = next(kind for kind, name in DTYPES.items() if name == problem.dtype)
     query_shape = (problem.batch, problem.query_len, problem.heads, problem.head_dim)
     key_shape = (problem.batch, problem.key_len, problem.kv_heads, problem.head_dim)
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in (query_shape, key_shape, key_shape))
-    lse = torch.empty((problem.batch, problem.heads, problem.query_len), dtype=torch.float32)
-    spec = tiling.choose(problem, arch.TARGET)
-    kernel = jit.compiled(spec, arch.TARGET)
-    tensors = (q, k, v, torch.empty_like(q), lse)
-    scale_log2 = problem.head_dim**-0.5 * attention.LOG2_E
-    return Trace(problem, spec, emulation.run(kernel, problem, tensors, scale_log2, counters=True))
+    *_, call = forward.prepare(q, k, v, window=(None, 0 if problem.features.right else None))
+    spec = call.spec(arch.TARGET)
+    stats = emulation.run(jit.compiled(spec, arch.TARGET), call.grid(spec), call.values(), counters=True)
+    return Trace(problem, spec, stats)
 
 
 def accesses(stats: Stats) -> list[Access]:
@@ -115,7 +113,7 @@ def accesses(stats: Stats) -> list[Access]:
 
 def visible_pairs(problem: Problem) -> int:
     """(query, key) pairs of one head that are not masked."""
-    if not problem.causal:
+    if not problem.features.right:
         return problem.query_len * problem.key_len
     offset = problem.key_len - problem.query_len
     return sum(min(max(row + offset + 1, 0), problem.key_len) for row in range(problem.query_len))

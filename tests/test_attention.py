@@ -1,4 +1,4 @@
-"""``flash_attn_func`` on CPU tensors: sm_120a code in the emulator, against float64 within derived bounds."""
+"""Plain and causal calls on CPU tensors: sm_120a code in the emulator, against float64 within derived bounds."""
 
 import math
 import subprocess
@@ -9,24 +9,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa2_cute import arch, attention, emulation, flash_attn_func, jit, problem, reference, tiling
+from fa2_cute import arch, emulation, flash_attn_func, forward, jit, reference
 from fa2_cute.fuzz import Case, check
 from fa2_cute.fuzz.cases import DTYPES
 from fa2_cute.fuzz.judging import check_tensors, run
 from fa2_cute.fuzz.layouts import LAYOUTS, far_apart
-from fa2_cute.fuzz.strategies import cases, tile_edges
+from fa2_cute.fuzz.strategies import TESTED, cases, tile_edges
 from fa2_cute.fuzz.values import VALUES
 from fa2_cute.reference import error, torch_error
+from fa2_cute.spec import CAUSAL, FULL
 
+#: The kernels without options; test_options.py and test_varlen.py have the others.
+plain = st.sampled_from([kernel for kernel in TESTED if kernel.features in (FULL, CAUSAL)])
 quiet = pytest.mark.filterwarnings("ignore::fa2_cute.emulation.EmulationNotice")
 
 
-@given(cases(values=st.just("normal")))
+@given(cases(plain, values=st.just("normal")))
 def test_matches_float64_on_normal_values(case):
     check(case)
 
 
-@given(cases())
+@given(cases(plain))
 def test_matches_float64_on_adversarial_values(case):
     check(case)
 
@@ -54,10 +57,19 @@ def test_every_small_number_of_heads(heads):
 
 @quiet
 @pytest.mark.parametrize("batch", [2, 3, 4, 5])
-def test_batches_beyond_one_launch(monkeypatch, batch):
-    case = Case("bfloat16", batch, 5, 7, 2, 1, 64, causal=True)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"causal": True},
+        {"head_dim": 8, "alibi": "of_each_sequence"},
+        {"dtype": "float16", "head_dim": 96, "value_dim": 40, "sink": "normal", "mask": "some", "mask_layout": "full"},
+    ],
+    ids=["causal", "slopes", "mask"],
+)
+def test_batches_beyond_one_launch(monkeypatch, batch, fields):
+    case = Case(**{"batch": batch, "query_len": 5, "key_len": 7, "heads": 2, **fields})
     *_, whole, whole_lse = run(case)
-    monkeypatch.setattr(attention, "MAX_GRID_YZ", 2)
+    monkeypatch.setattr(forward, "MAX_GRID_YZ", 2)
     *_, parts, parts_lse = run(case)
     assert torch.equal(parts, whole)
     assert torch.equal(parts_lse, whole_lse)
@@ -362,10 +374,9 @@ def test_torch_compile_breaks_its_graph_here():
 def test_healthy_numbers_are_computed_once(dtype, causal):
     """A second pass over the keys would be right, and hide what is wrong with the first."""
     q, k, v = (torch.randn(1, 256, 1, 64).to(dtype) for _ in range(3))
-    of = problem.Problem.of(q, k, v, causal=causal)
-    kernel = jit.compiled(tiling.choose(of, arch.TARGET), arch.TARGET)
-    out, lse = torch.empty_like(q), torch.empty(1, 1, 256)
-    stats = emulation.run(kernel, of, (q, k, v, out, lse), 0.18)
+    _, _, call = forward.prepare(q, k, v, window=(None, 0 if causal else None))
+    kernel = jit.compiled(call.spec(arch.TARGET), arch.TARGET)
+    stats = emulation.run(kernel, call.grid(kernel.spec), call.values())
     spec = kernel.spec
     tiles = sum(
         -(-min(256, (row + spec.tile_m) if causal else 256) // spec.tile_n) for row in range(0, 256, spec.tile_m)

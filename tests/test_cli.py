@@ -87,7 +87,7 @@ def test_demo_sees_the_cache_grow():
 
 @pytest.mark.parametrize("fault", ["error", "nan", "lse"])
 def test_demo_notices_a_wrong_kernel(monkeypatch, fault):
-    right = demo.attention.flash_attn_func
+    right = demo.flash_attn_func
 
     def wrong(*args, **kwargs):
         out, lse = right(*args, **kwargs)
@@ -99,7 +99,7 @@ def test_demo_notices_a_wrong_kernel(monkeypatch, fault):
             lse[0, 0, 0] += 1e-3
         return out, lse
 
-    monkeypatch.setattr(demo.attention, "flash_attn_func", wrong)
+    monkeypatch.setattr(demo, "flash_attn_func", wrong)
     faults = demo.run(CPU, Console(quiet=True), workload=replace(SMALL, steps=0))
     assert faults
     assert all(text.startswith("prefill: ") for text in faults)

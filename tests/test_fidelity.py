@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fa2_cute import arch, emulation, jit, tiling
-from fa2_cute.attention import LOG2_E
+from fa2_cute import arch, emulation, forward, jit, tiling
 from fa2_cute.emulator import load
-from fa2_cute.problem import Problem
 
 # Instructions that sm_120a kernels may have and sm_90 does not (PTX ISA, "Target ISA Notes" of each), and the test that
 # checks the emulator's against an independent computation.
@@ -35,15 +33,12 @@ def test_the_gpu_and_the_emulator_agree(call, numerics, capsys):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(batch, query_len, heads, head_dim, generator=generator).to(dtype)
     k, v = (torch.randn(batch, key_len, kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
-    problem = Problem.of(q, k, v, causal=causal)
-    kernel = jit.compiled(tiling.choose(problem, architecture), architecture)
-    scale_log2 = head_dim**-0.5 * LOG2_E
-
-    out, lse = torch.empty_like(q), torch.empty(batch, heads, query_len)
-    emulation.run(kernel, problem, (q, k, v, out, lse), scale_log2, numerics=numerics)
-    gpu_out, gpu_lse = torch.empty_like(q, device="cuda"), torch.empty_like(lse, device="cuda")
-    kernel.function(q.cuda(), k.cuda(), v.cuda(), gpu_out, gpu_lse, scale_log2)
-    gpu_out, gpu_lse = gpu_out.cpu(), gpu_lse.cpu()
+    options = {"window": (None, 0 if causal else None)}
+    out, lse, call = forward.prepare(q, k, v, **options)
+    spec = call.spec(architecture)
+    kernel = jit.compiled(spec, architecture)
+    emulation.run(kernel, call.grid(spec), call.values(), numerics=numerics)
+    gpu_out, gpu_lse = (x.cpu() for x in forward.attend(q.cuda(), k.cuda(), v.cuda(), **options))
 
     equal = (out.view(torch.int16) == gpu_out.view(torch.int16)).float().mean().item()
     equal_lse = (lse == gpu_lse).float().mean().item()

@@ -13,33 +13,113 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fa2_cute import cli, flash_attn_func
+from fa2_cute import cli
+from fa2_cute.forward import attend
 from fa2_cute.fuzz import Case, WrongResult, check, command, judge
 from fa2_cute.fuzz.campaign import MOST_FAILURES, Campaign, program
 from fa2_cute.fuzz.judging import Expectation, poisoned_allocations, run
-from fa2_cute.fuzz.layouts import LAYOUTS, lay_out
-from fa2_cute.fuzz.strategies import cases
+from fa2_cute.fuzz.layouts import LAYOUTS, lay_out, moved
+from fa2_cute.fuzz.masks import HIDING_MASKS, MASK_LAYOUTS, MASKS
+from fa2_cute.fuzz.per_head import SINKS, SLOPES
+from fa2_cute.fuzz.strategies import TESTED, WIDTHS, cases, kernels, some_kernels
 from fa2_cute.fuzz.values import VALUES
 
 GOOD = Case("float16", 1, 5, 7, 2, 1, 64, causal=True)
 
 
-@given(cases())
+@given(cases() | cases(kernels()))
 def test_a_case_survives_its_repr_and_its_tensors_have_its_shapes(case):
     assert eval(repr(case), {"Case": Case}) == case
     q, k, v = case.tensors()
-    assert q.shape == (case.batch, case.query_len, case.heads, case.head_dim)
-    assert k.shape == v.shape == (case.batch, case.key_len, case.kv_heads, case.head_dim)
-    assert all(x.numel() == 0 or x.stride(3) == 1 for x in (q, k, v))
+    (batch, query_len), (_, key_len) = case.query_rows, case.key_rows
+    leading = (batch,) if case.packed is None else ()
+    assert q.shape == (*leading, query_len, case.heads, case.head_dim)
+    assert k.shape == (*leading, key_len, case.kv_heads, case.head_dim)
+    assert v.shape == (*leading, key_len, case.kv_heads, case.value_width)
+    assert all(x.numel() == 0 or x.stride(-1) == 1 for x in (q, k, v))
     assert compile(case.as_call(), "case", "exec")
+    assert all(isinstance(kind, str) for kind in case.classes().values())
 
 
-@given(cases())
+@given(cases() | cases(kernels()))
+def test_a_case_calls_with_the_options_it_names(case):
+    options = case.options
+    assert options["window"][1] == (0 if case.causal else case.window[1])
+    assert ("softcap" in options) == (case.softcap > 0)
+    assert ("mask" in options) == (case.mask is not None)
+    if "mask" in options:
+        shape = (case.batch, case.heads, case.query_len, case.key_len)
+        assert torch.broadcast_shapes(options["mask"].shape, shape) == shape
+        assert options["mask"].dtype in (torch.bool, torch.float32, case.torch_dtype)
+    if case.alibi is not None:
+        assert options["alibi_slopes"].shape in ((case.heads,), (case.sequence_count, case.heads))
+        assert options["alibi_slopes"].isfinite().all() == (case.alibi != "nan")
+    if case.sink is not None:
+        assert options["sink"].shape == (case.heads,)
+    if case.packed is not None:
+        for side, name in enumerate(("cu_seqlens_q", "cu_seqlens_k")):
+            assert options[name].dtype == torch.int32
+            assert options[name].diff().tolist() == [pair[side] for pair in case.packed]
+
+
+@given(cases() | cases(kernels()))
 @settings(max_examples=20)
 def test_a_case_is_the_same_numbers_every_time(case):
-    for first, second in zip(case.tensors(), case.tensors(), strict=True):
+    options = (case.options, case.options)
+    tensors = [[x for x in given.values() if torch.is_tensor(x)] for given in options]
+    for first, second in zip((*case.tensors(), *tensors[0]), (*case.tensors(), *tensors[1]), strict=True):
         assert torch.equal(first.nan_to_num(), second.nan_to_num())
         assert torch.equal(first.isnan(), second.isnan())
+
+
+def test_rows_of_no_sequence_are_nan_and_sequences_that_reach_too_far_are_cut():
+    q, k, _ = Case(packed=((2, 3), (4, 5)), unused=(1, 2, 3, 0)).tensors()
+    assert q.isnan().all(-1).all(-1).tolist() == [True] + [False] * 6 + [True] * 2
+    assert k.isnan().all(-1).all(-1).tolist() == [True] * 3 + [False] * 8
+    cut = Case(packed=((2, 3), (4, 5)), unused=(0, -3, -2, 0))
+    assert [len(x) for x in cut.tensors()] == [3, 6, 6]
+    assert cut.options["cu_seqlens_q"].tolist() == [0, 2, 6]
+    assert cut.options["cu_seqlens_k"].tolist() == [-2, 1, 6]
+
+
+@pytest.mark.parametrize("layout", MASK_LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bool", "same", "float32"])
+def test_a_mask_lies_in_memory_as_named_and_stays_so_where_it_is_moved(layout, dtype):
+    case = Case(batch=2, query_len=5, key_len=7, heads=4, mask="some", mask_dtype=dtype, mask_layout=layout)
+    mask = case.options["mask"]
+    assert (mask == case.options["mask"]).all()
+    full = mask.broadcast_to(2, 4, 5, 7)
+    assert full.unique().numel() == (1 if layout == "one" else 2)
+    strides = {"transposed": (140, 35, 1, 5), "every_other": (280, 70, 14, 2), "sliced": (200, 50, 10, 1)}
+    assert full.stride() == strides.get(layout, full.stride())
+    there = moved(mask, "meta")
+    assert (there.shape, there.stride()) == (mask.shape, mask.stride())
+
+
+@pytest.mark.parametrize("mask", HIDING_MASKS)
+def test_a_mask_that_hides_is_the_same_in_every_dtype(mask):
+    case = Case(batch=2, query_len=70, key_len=90, heads=2, mask=mask)
+    hides, *added = (
+        Case(**{**case.__dict__, "mask_dtype": dtype}).options["mask"] for dtype in ("bool", "same", "float32")
+    )
+    assert all(torch.equal(x == 0.0, hides) and torch.equal(x == -math.inf, ~hides) for x in added)
+
+
+def test_kernels_of_a_seed_are_the_same_and_cover_everything_in_time():
+    assert some_kernels(8, 3) == some_kernels(8, 3) != some_kernels(8, 4)
+    drawn = [kernel for seed in range(60) for kernel in some_kernels(8, seed)]
+    assert {kernel.head_dim for kernel in drawn} == {kernel.value_dim for kernel in drawn} == set(WIDTHS)
+    for name in ("left", "right", "varlen", "softcap", "alibi", "sink"):
+        assert {getattr(kernel.features, name) for kernel in drawn} == {False, True}
+    assert {kernel.features.mask for kernel in drawn} == {None, "bool", "float32", "float16", "bfloat16"}
+    assert all(kernel.features.mask in (None, "bool", "float32", kernel.dtype) for kernel in (*drawn, *TESTED))
+
+
+def test_the_tested_kernels_have_every_option_in_both_dtypes():
+    for name in ("left", "right", "varlen", "softcap", "alibi", "sink", "mask"):
+        assert {kernel.dtype for kernel in TESTED if kernel.has(name)} == {"float16", "bfloat16"}
+    assert {kernel.features.mask for kernel in TESTED} == {None, "bool", "float32", "float16", "bfloat16"}
+    assert len(set(TESTED)) == len(TESTED) <= 20  # some seconds of compiling each
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("broadcast")])
@@ -56,16 +136,24 @@ def test_values_are_deterministic_and_finite_unless_they_say_otherwise(values):
     for name, x in zip("qkv", case.tensors(), strict=True):
         allowed = (name, values) in {
             ("q", "nan_queries"), ("k", "nan_keys"), ("k", "minus_infinite_keys"), ("k", "minus_infinite_tiles"),
-            ("v", "values_not_finite"),
+            ("v", "values_not_finite"), *((name, "nan_sequences") for name in "qkv"),
         }  # fmt: skip
         assert x.isfinite().all() or allowed
 
 
-def test_unknown_values_and_layouts_are_named():
+def test_unknown_names_are_named():
     with pytest.raises(ValueError, match=r"values: got 'nice', takes one of normal"):
         Case(values="nice").tensors()
     with pytest.raises(ValueError, match=r"layout: got 'nice', takes one of contiguous"):
         Case(layouts=("nice",) * 3).tensors()
+    for field, first in (("alibi", "ladder"), ("sink", "normal"), ("mask", "all_visible")):
+        with pytest.raises(ValueError, match=f"{field}: got 'nice', takes one of {first}"):
+            Case(**{field: "nice"}).options  # noqa: B018
+    for field, first in (("mask_dtype", "bool"), ("mask_layout", "full")):
+        with pytest.raises(ValueError, match=f"{field}: got 'nice', takes one of {first}"):
+            Case(mask="some", **{field: "nice"}).options  # noqa: B018
+    with pytest.raises(ValueError, match="mask: got 'bias' of dtype bool, takes one of all_visible"):
+        Case(mask="bias").options  # noqa: B018
 
 
 def test_late_jumps_reach_the_steps_they_name():
@@ -165,22 +253,31 @@ def test_the_judge_notices_wrong_shapes_dtypes_and_strides():
 
 def test_check_notices_an_element_that_is_not_written_and_an_input_that_is(monkeypatch):
     def lazy(q, k, v, **options):
-        out, lse = flash_attn_func(q, k, v, **options)
+        out, lse = attend(q, k, v, **options)
         late = torch.empty(out.shape, dtype=out.dtype)
         late[:, :-1] = out[:, :-1]
         return late, lse
 
     def greedy(q, k, v, **options):
-        result = flash_attn_func(q, k, v, **options)
+        result = attend(q, k, v, **options)
         k[0, 3, 0, 9] += 1
         return result
 
-    monkeypatch.setattr("fa2_cute.fuzz.judging.flash_attn_func", lazy)
+    monkeypatch.setattr("fa2_cute.fuzz.judging.attend", lazy)
     with pytest.raises(WrongResult, match="got nan"):
         check(GOOD)
-    monkeypatch.setattr("fa2_cute.fuzz.judging.flash_attn_func", greedy)
+    monkeypatch.setattr("fa2_cute.fuzz.judging.attend", greedy)
     with pytest.raises(WrongResult, match="k was written to"):
         check(GOOD)
+
+    def greedier(q, k, v, **options):
+        result = attend(q, k, v, **options)
+        options["mask"][0, 0, 0, 0] ^= True
+        return result
+
+    monkeypatch.setattr("fa2_cute.fuzz.judging.attend", greedier)
+    with pytest.raises(WrongResult, match="mask was written to"):
+        check(Case("float16", 1, 5, 7, 2, 1, 96, value_dim=40, mask="some", sink="normal"))
 
 
 # ---- campaigns -------------------------------------------------------------------------------------------------------
@@ -228,8 +325,21 @@ def test_a_campaign_reaches_every_kind_of_everything():
     drive(campaign, 3000)
     kinds = {aspect: set(counted) for aspect, counted in campaign.classes.items()}
     assert kinds["dtype"] == {"float16", "bfloat16"}
-    assert kinds["head_dim"] == {"64", "128"}
-    assert kinds["mask"] == {"full", "causal, offset 0", "causal, offset > 0", "causal, offset < 0"}
+    assert {"64", "128", "below 64", "below 128", "below 192", "below 256"} <= kinds["head_dim"]
+    assert kinds["value_dim"] == {"equal", "different"}
+    assert kinds["window"] == {
+        "full", "left", "right", "left and right", "causal", "left and causal",
+        "causal, offset 0", "causal, offset > 0", "causal, offset < 0",
+    }  # fmt: skip
+    assert kinds["softcap"] == {"none", "tiny", "ordinary", "huge"}
+    assert kinds["alibi"] == {"None", *SLOPES}
+    assert kinds["sink"] == {"None", *SINKS}
+    assert kinds["mask"] == {"None", *MASKS}
+    assert kinds["mask dtype"] == {"none", "bool", "same", "float32"}
+    assert kinds["mask layout"] == {"none", *MASK_LAYOUTS}
+    assert kinds["sequences"] == {
+        "one", "a batch", "packed", "packed, cut", "packed, rows unused", "packed, more than rows"
+    }  # fmt: skip
     assert kinds["values"] == set(VALUES)
     assert kinds["scale"] == {
         "default", "ordinary", "ordinary, negative", "tiny", "tiny, negative", "huge", "zero"
@@ -308,7 +418,7 @@ def test_the_command_ends_with_a_summary_and_its_exit_code(monkeypatch, tmp_path
     assert "(seed 4)" in printed
     assert "layout of q" in printed
     assert bool(list(tmp_path.glob("out/*.py"))) == failing
-    assert ("flash_attn_func(" in printed) == failing
+    assert ("attend(" in printed) == failing
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan"])

@@ -7,17 +7,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fa2_cute import arch, emulation, jit, problem
-from fa2_cute.attention import LOG2_E
+from fa2_cute import arch, emulation, forward, jit, tiling
 from fa2_cute.fuzz.judging import judge
-from fa2_cute.spec import ForwardSpec
+from fa2_cute.spec import CAUSAL, FULL, Features, ForwardSpec
 
 # Each is compiled once: more stages than tiles at some lengths, one warp, tiles of 16, 32, 48 and 64 keys.
 SPECS = [
-    ForwardSpec("bfloat16", 64, True, 64, 32, 4, 3, "first"),
-    ForwardSpec("bfloat16", 64, False, 32, 48, 2, 4, "first"),
-    ForwardSpec("float16", 64, True, 16, 16, 1, 2),
-    ForwardSpec("float16", 128, False, 64, 64, 2, 2),
+    ForwardSpec("bfloat16", 64, 64, CAUSAL, 64, 32, 4, 3, "first"),
+    ForwardSpec("bfloat16", 64, 40, FULL, 32, 48, 2, 4, "first"),
+    ForwardSpec("float16", 64, 64, CAUSAL, 16, 16, 1, 2),
+    ForwardSpec("float16", 72, 128, FULL, 64, 64, 2, 2),
 ]
 
 
@@ -29,12 +28,12 @@ def test_right_like_the_shipped_ones(spec, lengths, seed):
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, spec.dtype)
     q = torch.randn(1, query_len, 2, spec.head_dim, generator=generator).to(dtype)
-    k, v = (torch.randn(1, key_len, 1, spec.head_dim, generator=generator).to(dtype) for _ in range(2))
-    out = torch.full_like(q, math.nan)
-    lse = torch.full((1, 2, query_len), math.nan)
-    of = problem.Problem.of(q, k, v, causal=spec.causal)
-    kernel = jit.compiled(spec, arch.TARGET)
-    emulation.run(kernel, of, (q, k, v, out, lse), spec.head_dim**-0.5 * LOG2_E)
+    k = torch.randn(1, key_len, 1, spec.head_dim, generator=generator).to(dtype)
+    v = torch.randn(1, key_len, 1, spec.value_dim, generator=generator).to(dtype)
+    out, lse, call = forward.prepare(q, k, v, window=(None, 0 if spec.causal else None))
+    out.fill_(math.nan)
+    lse.fill_(math.nan)
+    emulation.run(jit.compiled(spec, arch.TARGET), call.grid(spec), call.values())
 
     judge(q, k, v, out, lse, softmax_scale=None, causal=spec.causal, what=spec.title)
 
@@ -44,7 +43,9 @@ def test_right_like_the_shipped_ones(spec, lengths, seed):
     [
         ("dtype", "float32"),
         ("head_dim", 0),
-        ("head_dim", 72),
+        ("head_dim", 100),
+        ("head_dim", 264),
+        ("value_dim", 4),
         ("tile_m", 0),
         ("tile_m", 100),
         ("tile_n", 0),
@@ -56,11 +57,38 @@ def test_right_like_the_shipped_ones(spec, lengths, seed):
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name(field, value):
-    fields = {"dtype": "bfloat16", "head_dim": 64, "causal": True, "tile_m": 128, "tile_n": 64, "warps": 4, "stages": 2}
+    fields = {"dtype": "bfloat16", "head_dim": 64, "value_dim": 64, "features": CAUSAL}
+    fields |= {"tile_m": 128, "tile_n": 64, "warps": 4, "stages": 2}
     with pytest.raises(ValueError, match=rf"^{'tile_m' if field == 'warps' and value > 0 else field}: got "):
         ForwardSpec(**{**fields, field: value})
 
 
 def test_a_first_reference_needs_the_range_of_bfloat16():
     with pytest.raises(ValueError, match=r"^reference: got 'first' with dtype 'float16'"):
-        ForwardSpec("float16", 64, True, 128, 64, 4, 2, "first")
+        ForwardSpec("float16", 64, 64, CAUSAL, 128, 64, 4, 2, "first")
+
+
+def test_a_first_reference_needs_to_know_which_tiles_a_row_sees():
+    with pytest.raises(ValueError, match=r"^reference: got 'first' with a mask"):
+        ForwardSpec("bfloat16", 64, 64, Features(mask="bool"), 128, 64, 4, 2, "first")
+
+
+def test_a_mask_is_one_of_its_kinds_and_not_for_packed_sequences():
+    with pytest.raises(ValueError, match=r"^mask: got 'int8'"):
+        Features(mask="int8")
+    with pytest.raises(ValueError, match=r"^mask: takes calls of one length"):
+        Features(mask="bool", varlen=True)
+
+
+WIDTHS = st.integers(1, 32).map(lambda n: 8 * n)
+
+
+@given(WIDTHS, WIDTHS, st.sampled_from(sorted(arch.BY_NAME)), st.sampled_from(["float16", "bfloat16"]))
+def test_every_width_has_a_tile_that_fits(head_dim, value_dim, name, dtype):
+    architecture = arch.by_name(name)
+    spec = tiling.choose(dtype, head_dim, value_dim, CAUSAL, architecture)
+    assert spec.shared_bytes <= architecture.shared_block_bytes
+    assert head_dim <= spec.head_width
+    assert value_dim <= spec.value_width
+    for width in (spec.head_width, spec.value_width):
+        assert width % (8 * spec.copy_lanes(width)) == 0

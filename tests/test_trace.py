@@ -4,15 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from fa2_cute import arch, attention, cli, emulation, jit, reference, tiling, trace
+from fa2_cute import arch, cli, emulation, forward, jit, reference, tiling, trace
 from fa2_cute.emulator.counters import Counters
 from fa2_cute.problem import Problem
+from fa2_cute.spec import CAUSAL, FULL
 
 
 @pytest.mark.parametrize("spec", tiling.shipped(arch.TARGET), ids=lambda s: f"{s.dtype}-{s.head_dim}-{s.causal}")
 def test_no_shipped_kernel_has_a_bank_conflict(spec):
     """Two query tiles of which one is partial, four key tiles: prologue, both loops and epilogue are in it."""
-    problem = Problem(spec.dtype, 1, spec.tile_m + 5, 4 * spec.tile_n - 3, 2, 1, spec.head_dim, spec.causal)
+    problem = Problem(
+        spec.dtype, 1, spec.tile_m + 5, 4 * spec.tile_n - 3, 2, 1, spec.head_dim, spec.value_dim, spec.features
+    )
     found = trace.trace(problem)
     assert found.spec == spec
     shared = [access for access in trace.accesses(found.stats) if access.wavefronts]
@@ -41,7 +44,7 @@ def test_the_counter_of_conflicts_counts_them():
 
 def test_full_attention_does_the_work_of_its_tiles_and_reads_what_it_must():
     """128 x 128 full tiles: every count is known from the shape."""
-    problem = Problem("float16", 2, 128, 128, 4, 2, 64, False)
+    problem = Problem("float16", 2, 128, 128, 4, 2, 64, 64, FULL)
     found = trace.trace(problem)
     products = 2 * 4 * 2 * 128 * 128 * 64  # batch, heads, Q K^T and P V, multiply-adds of one head
     assert found.stats.mma * trace.MMA_MULTIPLY_ADDS == products == 2 * 8 * 64 * trace.visible_pairs(problem)
@@ -55,7 +58,7 @@ def test_full_attention_does_the_work_of_its_tiles_and_reads_what_it_must():
 
 
 def test_accesses_add_up_to_the_lines_they_group():
-    stats = trace.trace(Problem("bfloat16", 1, 130, 70, 2, 1, 64, True)).stats
+    stats = trace.trace(Problem("bfloat16", 1, 130, 70, 2, 1, 64, 64, CAUSAL)).stats
     lines, grouped = stats.counters.lines.values(), trace.accesses(stats)
     for name in ("executions", "wavefronts", "conflicts", "sectors", "bytes"):
         assert sum(getattr(x, name) for x in lines) == sum(getattr(x, name) for x in grouped)
@@ -66,12 +69,14 @@ def test_accesses_add_up_to_the_lines_they_group():
 def test_counting_does_not_change_the_result():
     """``trace`` throws results away; here they are looked at."""
     q, k, v = (torch.randn(1, 40, 2, 64, generator=torch.Generator().manual_seed(i)).half() for i in range(3))
-    problem = Problem.of(q, k, v, causal=True)
-    kernel = jit.compiled(tiling.choose(problem, arch.TARGET), arch.TARGET)
     results = []
     for counters in (False, True):
-        out, lse = torch.full_like(q, torch.nan), torch.full((1, 2, 40), torch.nan)
-        stats = emulation.run(kernel, problem, (q, k, v, out, lse), 0.125 * attention.LOG2_E, counters=counters)
+        out, lse, call = forward.prepare(q, k, v, window=(None, 0))
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        spec = call.spec(arch.TARGET)
+        kernel = jit.compiled(spec, arch.TARGET)
+        stats = emulation.run(kernel, call.grid(spec), call.values(), counters=counters)
         assert (stats.counters is not None) == counters
         results.append((out, lse))
     assert torch.equal(results[0][0], results[1][0])
@@ -85,7 +90,7 @@ def test_counting_does_not_change_the_result():
     [(3, 3, False, 9), (3, 3, True, 6), (1, 7, True, 7), (5, 2, True, 3), (2, 5, True, 9), (4, 1, True, 1)],
 )
 def test_visible_pairs_are_those_of_the_reference(query_len, key_len, causal, pairs):
-    problem = Problem("float16", 1, query_len, key_len, 1, 1, 64, causal)
+    problem = Problem("float16", 1, query_len, key_len, 1, 1, 64, 64, CAUSAL if causal else FULL)
     assert trace.visible_pairs(problem) == pairs
     assert int(reference.visible_keys(query_len, key_len, causal=causal).sum()) == pairs
 
@@ -105,7 +110,7 @@ def test_the_command_prints_its_tables(capsys):
         (["1x2x3"], "SHAPE: got '1x2x3', takes BATCHxQUERY_LENxHEADSxHEAD_DIM"),
         (["1x0x1x64"], "takes 1 or more"),
         (["1x8x4x64", "--kv-heads", "3"], "KV heads"),
-        (["1x8x4x96"], "head_dim"),
+        (["1x8x4x100"], "head_dim"),
         (["1x8x4x64", "--dtype", "float32"], "--dtype: got 'float32', takes"),
     ],
 )

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 
 from .cases import Case
 from .judging import check
-from .strategies import cases
+from .strategies import PLAIN, cases, some_kernels
 
-CASES_A_ROUND = 500  # hypothesis starts afresh, with a seed of its own, after as many
+CASES_A_ROUND = 500  # hypothesis starts afresh, with a seed of its own and other kernels, after as many
+KERNELS_A_ROUND = 8  # a kernel takes some 4 s to compile: half a minute for a minute or two of emulated cases
 SHRINK_SECONDS = 60.0  # what shrinking one failure may take beyond the time asked for
 MOST_FAILURES = 10  # a campaign that has found as many has made its point
 
@@ -61,6 +63,7 @@ class Campaign:
             self.seconds = time.monotonic() - start
 
     def _round(self, seed: int, deadline: float, start: float, on_case):
+        kernels = st.sampled_from((*PLAIN, *some_kernels(KERNELS_A_ROUND, seed)))
         smallest: list[Failure] = []  # hypothesis tries only simpler cases than the last that failed
 
         @hypothesis.seed(seed)
@@ -73,7 +76,7 @@ class Campaign:
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
         )
-        @hypothesis.given(cases())
+        @hypothesis.given(cases(kernels))
         def draw(case):
             now = time.monotonic()
             if now > (deadline + SHRINK_SECONDS if smallest else deadline):

@@ -1,4 +1,4 @@
-"""Runs one call of ``flash_attn_func`` and judges it: shapes, dtypes, every element, inputs untouched."""
+"""Runs one call of ``attend`` and judges it: shapes, dtypes, every element, inputs untouched."""
 
 import contextlib
 import math
@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import flash_attn_func, reference
+from .. import reference
 from ..emulation import EmulationNotice
-from .bounds import bounds, mean_error_bound
+from ..forward import attend
+from .bounds import bounds, mean_error_bound, varlen_bounds
 from .cases import Case
 
 # Outputs of single weights times 64 above it are normal numbers of float16, and so are their probabilities.
@@ -25,31 +26,34 @@ def check(case: Case, device: str | torch.device = "cpu"):
 
     Raises WrongResult, or whatever the call raises (an EmulatorError of a hazard, for one).
     """
-    *given, out, lse = run(case, device)
-    untouched = case.tensors(device)
-    for before, after, name in zip(untouched, given, "qkv", strict=True):
+    tensors, options = case.tensors(device), case.options_on(device)
+    out, lse = call(*tensors, **options)
+    untouched, untouched_options = case.tensors(device), case.options_on(device)
+    for name, before, after in (
+        *zip("qkv", untouched, tensors, strict=True),
+        *((name, untouched_options[name], given) for name, given in options.items() if torch.is_tensor(given)),
+    ):
         same = (before == after) | (before.isnan() & after.isnan())
         _require(bool(same.all()), f"{name} was written to by {case}")
-    Expectation.of_case(case, *untouched).judge(out, lse, repr(case))
+    Expectation.of_case(case, *untouched, **untouched_options).judge(out, lse, repr(case))
 
 
-def check_tensors(q, k, v, *, softmax_scale: float | None = None, causal: bool = False, what: str = "the call"):
-    """Call ``flash_attn_func`` on poisoned memory and ``judge`` what it returns."""
-    options = {"softmax_scale": softmax_scale, "causal": causal}
+def check_tensors(q, k, v, *, what: str = "the call", **options):
+    """Call ``attend`` on poisoned memory and ``judge`` what it returns; options as in ``call``."""
     judge(q, k, v, *call(q, k, v, **options), **options, what=what)
 
 
 def run(case: Case, device: str | torch.device = "cpu") -> tuple[torch.Tensor, ...]:
     """The call of ``case``, not judged: (q, k, v, out, lse)."""
     q, k, v = case.tensors(device)
-    return q, k, v, *call(q, k, v, **case.options)
+    return q, k, v, *call(q, k, v, **case.options_on(device))
 
 
-def call(q, k, v, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flash_attn_func`` with the logsumexp, on poisoned memory and without the notice of emulation: (out, lse)."""
+def call(q, k, v, *, causal: bool = False, window=(None, None), **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attend`` on poisoned memory and without the notice of emulation: (out, lse). causal: a right side of 0."""
     with warnings.catch_warnings(), poisoned_allocations():
         warnings.simplefilter("ignore", EmulationNotice)
-        return flash_attn_func(q, k, v, **options, return_softmax_lse=True)
+        return attend(q, k, v, window=(window[0], 0 if causal else window[1]), **options)
 
 
 @contextlib.contextmanager
@@ -67,30 +71,21 @@ def poisoned_allocations():
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-def judge(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    what: str = "the call",
-):
+def judge(q, k, v, out: torch.Tensor, lse: torch.Tensor, *, what: str = "the call", **options):
     """Raise WrongResult unless ``out`` and ``lse`` are attention of q, k, v within the bounds of ``bounds``.
 
-    Shapes as ``flash_attn_func`` takes and returns them.
+    Shapes as ``attend`` takes and returns them; options are its own, and ``causal`` for a right side of 0.
     """
-    Expectation.of(q, k, v, softmax_scale=softmax_scale, causal=causal).judge(out, lse, what)
+    Expectation.of(q, k, v, **options).judge(out, lse, what)
 
 
 @dataclass(frozen=True)
 class Expectation:
     """What a call must return, to be computed once where it is judged many times.
 
-    out (batch, query_len, heads, head_dim) and lse (batch, heads, query_len), float64, and how far off each element
-    may be; ``like`` is a tensor of the dtype and on the device that the output must have, keys the number of keys.
+    out (batch, query_len, heads, value_dim) and lse (batch, heads, query_len), of packed sequences (total_q, heads,
+    value_dim) and (heads, total_q), float64, and how far off each element may be; ``like`` is a tensor of the dtype and
+    on the device that the output must have, keys the number of keys.
     ``unbiased`` asks that relative errors cancel, as they do where each element is one weight of a row of its own.
     """
 
@@ -103,16 +98,21 @@ class Expectation:
     unbiased: bool = False
 
     @classmethod
-    def of(cls, q, k, v, *, softmax_scale: float | None = None, causal: bool = False) -> "Expectation":
-        options = {"softmax_scale": softmax_scale, "causal": causal}
-        return cls(*reference.attention(q, k, v, **options), *bounds(q, k, v, **options), like=q, keys=k.shape[1])
+    def of(cls, q, k, v, **options) -> "Expectation":
+        packed = "cu_seqlens_q" in options
+        exact, bound = (reference.varlen_attention, varlen_bounds) if packed else (reference.attention, bounds)
+        return cls(*exact(q, k, v, **options), *bound(q, k, v, **options), like=q, keys=k.shape[-3])
 
     @classmethod
-    def of_case(cls, case: Case, q, k, v) -> "Expectation":
-        """The same for the tensors of ``case``, which are judged for bias if they are made for it."""
+    def of_case(cls, case: Case, q, k, v, **options) -> "Expectation":
+        """The same for the tensors of ``case``, which are judged for bias if they are made for it.
+
+        options: those of ``case``, if they are at hand.
+        """
         plain = case.values == "single_weights" and 0.0625 <= abs(case.scale) <= 1.0
+        plain = plain and not case.softcap and case.alibi is case.mask is case.packed is None
         distinct = not any(layout.startswith("broadcast") for layout in case.layouts)
-        return replace(cls.of(q, k, v, **case.options), unbiased=plain and distinct)
+        return replace(cls.of(q, k, v, **(options or case.options_on(q.device))), unbiased=plain and distinct)
 
     def judge(self, out: torch.Tensor, lse: torch.Tensor, what: str = "the call"):
         """Raise WrongResult unless shapes, dtypes, layout, device and every element are right."""

@@ -71,3 +71,11 @@ def _inside(shape, x, view_of) -> torch.Tensor:
 def _filled(view, x) -> torch.Tensor:
     view.copy_(x)
     return view
+
+
+def moved(view: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """``view`` on ``device`` with all the memory it is a view of: strides and what lies between are kept."""
+    if view.device == torch.device(device):
+        return view
+    whole = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
+    return whole.to(device).as_strided(view.shape, view.stride(), view.storage_offset())

@@ -1,8 +1,11 @@
 """Kinds of numbers for q, k and v, each aimed at a way in which attention goes wrong."""
 
 import math
+from dataclasses import replace
 
 import torch
+
+from .seeds import generator_of
 
 # A normal number of the dtype near the bottom of its range, below which all is denormal.
 SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
@@ -26,14 +29,25 @@ KEYS_A_TILE = 64  # keys that a shipped kernel takes at a time (tiling.py)
 
 
 def numbers(case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v of ``case`` in float32, contiguous."""
-    generator = torch.Generator().manual_seed(case.seed)
-    query_shape = (case.batch, case.query_len, case.heads, case.head_dim)
-    key_shape = (case.batch, case.key_len, case.kv_heads, case.head_dim)
-    q, k, v = (torch.randn(shape, generator=generator) for shape in (query_shape, key_shape, key_shape))
+    """q, k, v of ``case`` in float32, contiguous, four-dimensional: packed sequences lie in one batch of all rows."""
     if case.values not in _MAKERS:
         raise ValueError(f"values: got {case.values!r}, takes one of {', '.join(VALUES)}")
-    return _MAKERS[case.values](case, q, k, v, generator)
+    generator = generator_of(case, "tensors")
+    (batch, query_len), (_, key_len) = case.query_rows, case.key_rows
+    shapes = (
+        (batch, query_len, case.heads, case.head_dim),
+        (batch, key_len, case.kv_heads, case.head_dim),
+        (batch, key_len, case.kv_heads, case.value_width),
+    )
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    if case.packed is None:
+        return _MAKERS[case.values](case, q, k, v, generator)
+    made = _MAKERS[case.values](replace(case, batch=batch, query_len=query_len, key_len=key_len), q, k, v, generator)
+    for x, side in zip(made, (0, 1, 1), strict=True):
+        edges = case.cumulative(side)
+        x[:, : max(int(edges[0]), 0)] = math.nan
+        x[:, max(int(edges[-1]), 0) :] = math.nan
+    return made
 
 
 def _draw(limit: int, generator) -> int:
@@ -69,7 +83,7 @@ def _single_weights(case, q, k, v, generator):
     v.zero_()
     for head in range(case.kv_heads):
         first = KEYS_A_TILE * (head % -(-case.key_len // KEYS_A_TILE)) if case.key_len else 0
-        for column in range(case.head_dim):
+        for column in range(case.value_width):
             key = first + column % KEYS_A_TILE
             if key < case.key_len:
                 v[:, key, head, column] = 64.0
@@ -161,9 +175,9 @@ def _overflowing_sums(case, q, k, v, generator):
 
 
 def _one_large_column(case, q, k, v, generator):
-    """The same with only column ``seed // 2 % head_dim`` of v large: an output overflows there, and no sum does."""
+    """The same with only column ``seed // 2 % value_dim`` of v large: an output overflows there, and no sum does."""
     q, k, _ = _jumps(case, q, k, v, generator, _octets(case, q), steps=(39.0, 40.0, 100.0))
-    v[..., case.seed // 2 % case.head_dim] *= STRETCH[case.dtype]
+    v[..., case.seed // 2 % case.value_width] *= STRETCH[case.dtype]
     return q, k, v
 
 
@@ -224,8 +238,8 @@ def _values_not_finite(case, q, k, v, generator):
     Logits are small: a weight that underflows, times infinity, would be NaN in one arithmetic and infinite in another.
     """
     if case.key_len:
-        key = 0 if case.causal else _draw(case.key_len, generator)
-        column = _draw(case.head_dim, generator)
+        key = 0 if case.sides[1] is not None else _draw(case.key_len, generator)
+        column = _draw(case.value_width, generator)
         v[:, key, _draw(case.kv_heads, generator), column] = (math.inf, -math.inf, math.nan)[_draw(3, generator)]
     return 0.0625 * q, k, v
 
@@ -233,6 +247,21 @@ def _values_not_finite(case, q, k, v, generator):
 def _nan_keys(case, q, k, v, generator):
     if case.key_len:
         k[:, _draw(case.key_len, generator), :, 0] = math.nan
+    return q, k, v
+
+
+def _nan_sequences(case, q, k, v, generator):
+    """Every other sequence is NaN throughout, the first or the second by the seed: none of it may reach its neighbours.
+
+    A tile of packed keys goes on into the next sequence, whose values meet weights of 0.
+    """
+    for b in range(case.seed % 2, case.sequence_count, 2):
+        if case.packed is None:
+            q[b], k[b], v[b] = math.nan, math.nan, math.nan
+        else:
+            for x, side in ((q, 0), (k, 1), (v, 1)):
+                start, end = case.cumulative(side)[b : b + 2].clamp(min=0).tolist()
+                x[:, start:end] = math.nan
     return q, k, v
 
 
@@ -265,6 +294,7 @@ _MAKERS = {
     "nan_queries": _nan_queries,
     "nan_keys": _nan_keys,
     "values_not_finite": _values_not_finite,
+    "nan_sequences": _nan_sequences,
     "denormal": _denormal,
 }
 VALUES = tuple(_MAKERS)
@@ -272,3 +302,5 @@ VALUES = tuple(_MAKERS)
 NEED_POSITIVE_SCALE = frozenset({"minus_infinite_keys", "minus_infinite_tiles"})
 #: Kinds whose logits must stay small.
 NEED_ORDINARY_SCALE = frozenset({"values_not_finite"})
+#: Kinds with a number in v that every row must give a weight above 0, and that only.
+NEED_UNWEIGHTED_KEYS = frozenset({"values_not_finite"})

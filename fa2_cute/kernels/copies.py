@@ -4,105 +4,142 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from . import layouts
+from .place import opaque
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows [first, end) of mX (len, cols) that make up one sequence: nothing else of mX is touched."""
+
+    mX: cute.Tensor
+    first: Int32
+    end: Int32
 
 
 @cute.jit
 def load_rows(
-    copy: cute.TiledCopy,
+    copy: layouts.RowCopy,
     tidx: Int32,
-    mX: cute.Tensor,
+    rows: Rows,
     sX: cute.Tensor,
     first_row: Int32,
-    length: Int32,
     zero_past_end: cutlass.Constexpr,
 ):
-    """cp.async rows ``first_row ...`` of mX (len, head_dim) into sX (rows, head_dim).
+    """cp.async rows ``first_row ...`` of a sequence into sX (tile rows, width); width >= mX's columns.
 
-    Rows from ``length`` on do not exist and nothing outside the tensor is touched. With ``zero_past_end`` they become
-    zeros; else the last row stands in for them, which saves a branch where what they hold is never used.
+    Rows past the sequence's end become zeros with ``zero_past_end``; else its last row stands in for them, which saves
+    a branch where what they hold is never used. Columns that mX does not have are left alone (``zero_columns``).
     """
-    thr_copy = copy.get_slice(tidx)
+    thr_copy = copy.tiled.get_slice(tidx)
     tXsX = thr_copy.partition_D(sX)
     tXcX = thr_copy.partition_D(cute.make_identity_tensor(flat_shape(sX)))
     for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-        row = first_row + tXcX[0, i, 0][0]
-        if cutlass.const_expr(zero_past_end):
-            if row < length:
-                _load_row(copy, mX, row, tXcX[None, i, None], tXsX[None, i, None])
-            else:
-                tXsX[None, i, None].fill(0.0)
-        else:
-            _load_row(copy, mX, cutlass.min(row, length - 1), tXcX[None, i, None], tXsX[None, i, None])
+        row = rows.first + first_row + tXcX[0, i, 0][0]
+        for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
+            if cutlass.const_expr(_all_exist(copy, rows.mX, j)) or tXcX[0, i, j][1] < rows.mX.shape[1]:
+                _load_row_vector(copy, rows, row, tXcX[0, i, j][1], tXsX[None, i, j], zero_past_end)
 
 
 @cute.jit
-def _load_row(copy: cute.TiledCopy, mX: cute.Tensor, row: Int32, tXcX: cute.Tensor, tXsX: cute.Tensor):
-    for j in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-        cute.copy(copy, row_vector(mX, row, tXcX[0, j][1], tXsX.shape[0]), tXsX[None, j])
+def _load_row_vector(
+    copy: layouts.RowCopy, rows: Rows, row: Int32, col: Int32, tXsX: cute.Tensor, zero_past_end: cutlass.Constexpr
+):
+    if cutlass.const_expr(zero_past_end):
+        if row < rows.end:
+            cute.copy(copy.tiled, row_vector(rows.mX, row, col, tXsX.shape[0]), tXsX)
+        else:
+            tXsX.fill(0.0)
+    else:
+        cute.copy(copy.tiled, row_vector(rows.mX, cutlass.min(row, rows.end - 1), col, tXsX.shape[0]), tXsX)
+
+
+def _all_exist(copy: layouts.RowCopy, mX: cute.Tensor, j: int) -> bool:
+    """Whether mX has all columns that pass ``j`` over a row covers."""
+    vector = layouts.VECTOR_BYTES * 8 // mX.element_type.width
+    return (j + 1) * copy.lanes * vector <= mX.shape[1]
+
+
+@cute.jit
+def zero_columns(tidx: Int32, threads: cutlass.Constexpr, sX: cute.Tensor, cols: cutlass.Constexpr):
+    """Fill what sX (rows, width, stages) has beyond ``cols`` columns with zeros: no copy ever touches that."""
+    rows, width = flat_shape(sX)
+    chunks = (width - cols) // 8
+    for i in cutlass.range_constexpr((rows * chunks + threads - 1) // threads):
+        chunk = i * threads + tidx
+        if chunk < rows * chunks:
+            for stage in cutlass.range_constexpr(cute.size(sX.shape[2])):
+                for c in cutlass.range_constexpr(8):
+                    sX[chunk // chunks, cols + chunk % chunks * 8 + c, stage] = sX.element_type(0.0)
 
 
 @dataclass(frozen=True)
 class Ring:
-    """One thread's part in streaming the tiles of K or V, last tile first, through a ring in shared memory by cp.async.
+    """One thread's part in streaming the tiles of K or V through a ring in shared memory by cp.async.
 
-    mX          (key_len, head_dim) in global memory
-    sX          (tile_n, head_dim, stages)
-    cursor      (1,) the address in global memory of this thread's first vector of the next tile, in bytes
-    row_chunks  16-byte chunks from one row of mX to the next
+    rows        the sequence's rows of K or V in global memory
+    sX          (tile_n, width, stages)
+    column      address in global memory of this thread's first column in row 0, in bytes
+    row_bytes   from one row to the next
     """
 
-    copy: cute.TiledCopy
+    copy: layouts.RowCopy
     tidx: Int32
-    mX: cute.Tensor
+    rows: Rows
     sX: cute.Tensor
-    cursor: cute.Tensor
-    row_chunks: Uint32
+    column: Int64
+    row_bytes: Uint32
 
 
-def make_ring(copy: cute.TiledCopy, tidx: Int32, mX: cute.Tensor, sX: cute.Tensor) -> Ring:
-    """The ring of mX (key_len, head_dim) in sX (tile_n, head_dim, stages); ``load_first_tile`` sets its cursor."""
-    row_chunks = Uint32(mX.stride[0] // (layouts.VECTOR_BYTES * 8 // mX.element_type.width))
-    return Ring(copy, tidx, mX, sX, cute.make_rmem_tensor(1, Int64), row_chunks)
-
-
-@cute.jit
-def load_first_tile(ring: Ring, tile: Int32, key_len: Int32, zero_past_end: cutlass.Constexpr):
-    """Key tile ``tile``, which may reach past the end, into slot 0; the next is the one before it."""
-    tile_n, cols = flat_shape(ring.sX)
-    load_rows(ring.copy, ring.tidx, ring.mX, ring.sX[None, None, 0], tile * tile_n, key_len, zero_past_end)
-    tXcX = ring.copy.get_slice(ring.tidx).partition_D(cute.make_identity_tensor((tile_n, cols)))
-    row = (tile - 1) * tile_n + tXcX[0, 0, 0][0]
-    ring.cursor[0] = row_vector(ring.mX, row, tXcX[0, 0, 0][1], tXcX.shape[0]).iterator.toint()
+def make_ring(copy: layouts.RowCopy, tidx: Int32, rows: Rows, sX: cute.Tensor) -> Ring:
+    """The ring of ``rows`` in sX (tile_n, width, stages)."""
+    element_bytes = rows.mX.element_type.width // 8
+    tXcX = copy.tiled.get_slice(tidx).partition_D(cute.make_identity_tensor(flat_shape(sX)))
+    column = rows.mX.iterator.toint() + Int64(tXcX[0, 0, 0][1]) * element_bytes
+    # Opaque, or LLVM makes the 64-bit stride of it again, with a shift and a mask for each half of each address.
+    return Ring(copy, tidx, rows, sX, column, opaque(Uint32(rows.mX.stride[0] * element_bytes)))
 
 
 @cute.jit
-def load_next_tile(ring: Ring, slot: Int32):
-    """The tile at the cursor, all of whose rows exist, into ``slot``.
-
-    Addresses are a 64-bit cursor plus a constant times a 32-bit count of 16-byte chunks: one wide multiply-add each,
-    right for rows up to 2^34 elements apart.
-    """
-    tXsX = ring.copy.get_slice(ring.tidx).partition_D(ring.sX)
-    rows_a_pass = ring.copy.size // layouts.LANES_A_ROW
-    row_bytes = Int64(ring.row_chunks) * layouts.VECTOR_BYTES
-    for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-        for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
-            address = ring.cursor[0] + row_bytes * (i * rows_a_pass) + j * layouts.LANES_A_ROW * layouts.VECTOR_BYTES
-            pointer = cute.make_ptr(
-                ring.mX.element_type, address, cutlass.AddressSpace.gmem, assumed_align=layouts.VECTOR_BYTES
-            )
-            vector = cute.make_tensor(pointer, cute.make_layout((tXsX.shape[0],)))
-            cute.copy(ring.copy, vector, tXsX[None, i, j, slot])
-
-
-@cute.jit
-def advance(ring: Ring):
-    """Move the cursor to the tile before; past the first tile it points nowhere and must not be used."""
+def load_last_tile(ring: Ring, tile: Int32, slot: Int32, zero_past_end: cutlass.Constexpr):
+    """Key tile ``tile``, which may reach past the end, into ``slot``."""
     tile_n, _ = flat_shape(ring.sX)
-    ring.cursor[0] = ring.cursor[0] - Int64(ring.row_chunks) * layouts.VECTOR_BYTES * tile_n
+    load_rows(ring.copy, ring.tidx, ring.rows, ring.sX[None, None, slot], tile * tile_n, zero_past_end)
+
+
+@cute.jit
+def load_tile(ring: Ring, tile: Int32, slot: Int32):
+    """Key tile ``tile``, all of whose rows exist, into ``slot``.
+
+    An address is the 64-bit column plus the product of two 32-bit numbers, row and row_bytes: one wide multiply-add,
+    right for rows of less than 4 GiB.
+    """
+    thr_copy = ring.copy.tiled.get_slice(ring.tidx)
+    tXsX = thr_copy.partition_D(ring.sX)
+    tXcX = thr_copy.partition_D(cute.make_identity_tensor(flat_shape(ring.sX)))
+    tile_n, _ = flat_shape(ring.sX)
+    row = ring.rows.first + tile * tile_n + tXcX[0, 0, 0][0]
+    for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
+        offset = Uint64(Uint32(row + i * ring.copy.rows)) * Uint64(ring.row_bytes)
+        address = ring.column + Int64(offset)
+        for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
+            if cutlass.const_expr(_all_exist(ring.copy, ring.rows.mX, j)) or tXcX[0, 0, j][1] < ring.rows.mX.shape[1]:
+                _load_vector(ring, address, j, tXsX[None, i, j, slot])
+
+
+@cute.jit
+def _load_vector(ring: Ring, address: Int64, j: cutlass.Constexpr, tXsX: cute.Tensor):
+    """The vector of pass ``j`` over the columns of the row at ``address``."""
+    dtype = ring.rows.mX.element_type
+    pointer = cute.make_ptr(
+        dtype,
+        address + j * ring.copy.lanes * layouts.VECTOR_BYTES,
+        cutlass.AddressSpace.gmem,
+        assumed_align=layouts.VECTOR_BYTES,
+    )
+    cute.copy(ring.copy.tiled, cute.make_tensor(pointer, cute.make_layout((tXsX.shape[0],))), tXsX)
 
 
 def flat_shape(sX: cute.Tensor) -> tuple[int, int]:
@@ -119,13 +156,17 @@ def row_vector(mX: cute.Tensor, row: Int32, col: Int32, shape) -> cute.Tensor:
 
 
 @cute.jit
-def negate_own(copy: cute.TiledCopy, tidx: Int32, sX: cute.Tensor):
-    """Flip the sign of what this thread itself has copied to sX (after its wait, before the barrier)."""
-    tXsX = copy.get_slice(tidx).partition_D(sX)
-    for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-        for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
-            piece = tXsX[None, i, j]
-            piece.store(-piece.load())
+def negate_own(copy: layouts.RowCopy, tidx: Int32, sX: cute.Tensor, cols: cutlass.Constexpr):
+    """Flip the sign of what this thread itself has copied to the ``cols`` columns of sX (after its wait, before the
+    barrier)."""
+    thr_copy = copy.tiled.get_slice(tidx)
+    tXsX = thr_copy.partition_D(sX)
+    tXcX = thr_copy.partition_D(cute.make_identity_tensor(flat_shape(sX)))
+    for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
+        if tXcX[0, 0, j][1] < cols:
+            for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
+                piece = tXsX[None, i, j]
+                piece.store(-piece.load())
 
 
 @cute.jit
@@ -133,39 +174,49 @@ def store_rows(
     acc: cute.Tensor,
     tiled_mma: cute.TiledMma,
     sX: cute.Tensor,
-    mX: cute.Tensor,
+    rows: Rows,
     tidx: Int32,
     first_row: Int32,
-    length: Int32,
-    dtype: cutlass.Constexpr,
+    lanes: cutlass.Constexpr,
+    fence: cutlass.Constexpr,
 ):
-    """Write an fp32 accumulator (rows, cols) as ``dtype`` to rows ``first_row ...`` below ``length`` of mX (len, cols).
+    """Write an fp32 accumulator (tile rows, width) to rows ``first_row ...`` of a sequence of mX (len, cols).
 
-    It passes through sX (rows, cols) to make 16-byte stores of whole lines. Each warp writes and reads only the rows
-    that it alone has read as the MMA's A operand, so a warp-wide fence is enough.
+    It passes through sX (tile rows, width), in mX's dtype, to make 16-byte stores of whole lines.
+
+    fence: whose last reads of that shared memory may still be under way: "warp", if each warp has read nothing but what
+    it writes now (Q, as the MMA's A operand), "block", or None.
     """
+    mX = rows.mX
+    dtype = mX.element_type
     warps = tiled_mma.size // 32
     rX = cute.make_rmem_tensor_like(acc, dtype)
     rX.store(acc.load().to(dtype))
     to_shared = cute.make_tiled_copy_C(cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype), tiled_mma)
     thr_shared = to_shared.get_slice(tidx)
-    cute.arch.sync_warp()  # all lanes have read their A fragments
+    if cutlass.const_expr(fence == "warp"):
+        cute.arch.sync_warp()
+    elif cutlass.const_expr(fence == "block"):
+        cute.arch.sync_threads()
     cute.copy(to_shared, thr_shared.retile(rX), thr_shared.partition_D(sX))
     cute.arch.sync_warp()
 
-    to_global = layouts.vector_row_copy(dtype, 32)
-    thr_global = to_global.get_slice(tidx % 32)
+    to_global = layouts.vector_row_copy(dtype, 32, lanes)
+    thr_global = to_global.tiled.get_slice(tidx % 32)
     cX = cute.make_identity_tensor(flat_shape(sX))
     warp = cute.arch.make_warp_uniform(tidx // 32)
-    rows, cols = flat_shape(sX)
+    tile_rows, cols = flat_shape(sX)
     stripe = (16, cols)
-    for i in cutlass.range_constexpr(rows // (16 * warps)):
+    for i in cutlass.range_constexpr(tile_rows // (16 * warps)):
         tXsX = thr_global.partition_S(cute.local_tile(sX, stripe, (i * warps + warp, 0)))
         tXcX = thr_global.partition_S(cute.local_tile(cX, stripe, (i * warps + warp, 0)))
         tXrX = cute.make_rmem_tensor_like(tXsX, dtype)
-        cute.copy(to_global, tXsX, tXrX)
+        cute.copy(to_global.tiled, tXsX, tXrX)
         for r in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-            row = first_row + tXcX[0, r, 0][0]
-            if row < length:
-                for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
-                    cute.copy(to_global, tXrX[None, r, j], row_vector(mX, row, tXcX[0, r, j][1], tXsX.shape[0]))
+            row = rows.first + first_row + tXcX[0, r, 0][0]
+            for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
+                exists = Boolean(row < rows.end)
+                if cutlass.const_expr(not _all_exist(to_global, mX, j)):
+                    exists = exists & (tXcX[0, 0, j][1] < mX.shape[1])
+                if exists:
+                    cute.copy(to_global.tiled, tXrX[None, r, j], row_vector(mX, row, tXcX[0, r, j][1], tXsX.shape[0]))

@@ -1,21 +1,23 @@
 """FlashAttention-2 forward (Dao 2023, algorithm 1) on SM80-style atoms: cp.async, ldmatrix, mma.sync.
 
 One block computes tile_m query rows of one head. It walks over the key tiles from the last to the first, so that the
-tiles that need a mask come first and the loop over the others carries none. K and V go through rings of ``stages``
-tiles in shared memory; per key tile there is one wait and one barrier:
+tiles that need a causal mask come first and the loop over the others carries none. K and V go through rings of
+``stages`` tiles in shared memory; per key tile there is one wait and one barrier:
 
     wait + barrier          K(t), V(t) have landed for all threads; all warps are past step t - 1
     S = Q K(t)^T
     issue K, V(t+stages-1)  into the slot of step t - 1
-    mask                    where the tile crosses the diagonal or the end
+    modify                  softcap, ALiBi, a mask tensor: only where the specification has them
+    mask                    where the tile crosses the window's edge or the end
     P = exp2(S c - m c)     O rescaled where m rises
     O += P V(t)
 
 Which reference m is subtracted is a choice, exact either way (kernels/softmax.py). ``reference="trailing"`` follows the
 row maximum in every tile. ``reference="first"`` takes it once for each row, in the steps that also mask; the loop that
 remains has no maximum, no vote and no branch, and the compiler overlaps exponentials and MMAs freely. Should a later
-score be so much larger that anything overflows, the block finds out at its end, makes a pass over K alone for the true
-maxima and computes everything again with those.
+score be so much larger that anything overflows, the block finds out at its end and computes everything again, following
+the maximum. Blocks of few keys follow it at once: there the rounding of a row's largest probability, which is exactly 1
+only relative to the true maximum, would show.
 """
 
 from dataclasses import dataclass
@@ -25,8 +27,18 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ..spec import ForwardSpec
-from . import layouts, mask, products, schedule, softmax
-from .copies import Ring, advance, load_first_tile, load_next_tile, load_rows, make_ring, negate_own, store_rows
+from . import layouts, mask, place, products, schedule, scores, softmax
+from .copies import (
+    Ring,
+    Rows,
+    load_last_tile,
+    load_rows,
+    load_tile,
+    make_ring,
+    negate_own,
+    store_rows,
+    zero_columns,
+)
 from .products import accumulator_rows
 
 # A scale of zero becomes the smallest subnormal number: with it every finite score vanishes beside 1 (2^128 of them are
@@ -34,21 +46,68 @@ from .products import accumulator_rows
 SMALLEST_SCALE = 2.0**-149
 
 
+# Blocks of up to so many keys follow the maximum exactly. The error of a reference that is not the maximum, relative to
+# one that is: simulated 1.07 times the RMS at 64 keys, 1.04 at 512 and 1.02 at 2048, in the worst element twice at 64.
+FOLLOWED_KEYS = 256
+
+
 @dataclass(frozen=True)
 class Mainloop:
     """One thread's part of a block's query rows while it walks over the keys.
 
-    acc_O: unnormalised output. scale: c, positive. slot: (1,), the ring slot of the current key tile.
+    acc_O: unnormalised output. scale: c, positive, of what the softmax is given. slot: (1,), the current key tile's
+    ring slot.
     """
+
+    work: schedule.Work
+    tiles: schedule.KeyRange
+    tidx: Int32
 
     operands: products.Products
     ring_K: Ring
     ring_V: Ring
+    modifiers: scores.Modifiers | None
     visible: mask.Visibility
     state: softmax.SoftmaxState
     acc_O: cute.Tensor
     scale: Float32
     slot: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A block's shared memory.
+
+    sQ (tile_m, head_width, 1), and in its place sO (tile_m, value_width); sK (tile_n, head_width, stages), sV (tile_n,
+    value_width, stages).
+    """
+
+    sQ: cute.Tensor
+    sK: cute.Tensor
+    sV: cute.Tensor
+    sO: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The kernel's tensors and scalars; what the features do not need is None."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    scale_log2: Float32
+    heads_per_kv_head: Int32
+    window_left: Int32 | None
+    window_right: Int32 | None
+    softcap: Float32 | None
+    scale_over_softcap: Float32 | None
+    mSlopes: cute.Tensor | None
+    mSink: cute.Tensor | None
+    mMask: cute.Tensor | None
+    mCuQ: cute.Tensor | None
+    mCuK: cute.Tensor | None
 
 
 class Forward:
@@ -61,18 +120,47 @@ class Forward:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # (batch, query_len, heads, head_dim)
+        mQ: cute.Tensor,  # (batch, query_len, heads, head_dim); packed: (1, all queries, heads, head_dim)
         mK: cute.Tensor,  # (batch, key_len, kv_heads, head_dim)
-        mV: cute.Tensor,  # (batch, key_len, kv_heads, head_dim)
-        mO: cute.Tensor,  # (batch, query_len, heads, head_dim)
+        mV: cute.Tensor,  # (batch, key_len, kv_heads, value_dim)
+        mO: cute.Tensor,  # (batch, query_len, heads, value_dim)
         mLSE: cute.Tensor,  # (batch, heads, query_len), float32, natural logarithm
         scale_log2: Float32,  # softmax scale times log2(e)
+        heads_per_kv_head: Int32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        softcap: Float32 | None,
+        scale_over_softcap: Float32 | None,  # |softmax scale| / softcap
+        mSlopes: cute.Tensor | None,  # (batch, heads)
+        mSink: cute.Tensor | None,  # (heads,)
+        mMask: cute.Tensor | None,  # (batch, heads, query_len, key_len)
+        mCuQ: cute.Tensor | None,  # (sequences + 1,)
+        mCuK: cute.Tensor | None,
         stream,
     ):
         spec = self.spec
-        heads_per_kv_head = mQ.shape[2] // mK.shape[2]
-        self.kernel(mQ, mK, mV, mO, mLSE, scale_log2, heads_per_kv_head).launch(
-            grid=spec.grid(mQ.shape[0], mQ.shape[2], mQ.shape[1]),
+        batch = mQ.shape[0]
+        if cutlass.const_expr(spec.features.varlen):
+            batch = mCuQ.shape[0] - 1
+        self.kernel(
+            mQ,
+            mK,
+            mV,
+            mO,
+            mLSE,
+            scale_log2,
+            heads_per_kv_head,
+            window_left,
+            window_right,
+            softcap,
+            scale_over_softcap,
+            mSlopes,
+            mSink,
+            mMask,
+            mCuQ,
+            mCuK,
+        ).launch(
+            grid=spec.grid(batch, mQ.shape[2], mQ.shape[1]),
             block=[spec.threads, 1, 1],
             smem=spec.shared_bytes,
             stream=stream,
@@ -88,150 +176,310 @@ class Forward:
         mLSE: cute.Tensor,
         scale_log2: Float32,
         heads_per_kv_head: Int32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        softcap: Float32 | None,
+        scale_over_softcap: Float32 | None,
+        mSlopes: cute.Tensor | None,
+        mSink: cute.Tensor | None,
+        mMask: cute.Tensor | None,
+        mCuQ: cute.Tensor | None,
+        mCuK: cute.Tensor | None,
     ):
-        m_tile, head, b = schedule.tile_coordinates(mQ.shape[2], mQ.shape[1], self.spec.tile_m)
-        if head < mQ.shape[2]:
-            self.attend_tile(mQ, mK, mV, mO, mLSE, scale_log2, m_tile, head, head // heads_per_kv_head, b)
+        inputs = Inputs(
+            mQ,
+            mK,
+            mV,
+            mO,
+            mLSE,
+            scale_log2,
+            heads_per_kv_head,
+            window_left,
+            window_right,
+            softcap,
+            scale_over_softcap,
+            mSlopes,
+            mSink,
+            mMask,
+            mCuQ,
+            mCuK,
+        )
+        here = place.read()
+        work = self.work(inputs, here)
+        if (work.head < mQ.shape[2]) & (work.first_row >= 0):
+            self.attend_tile(inputs, here.thread, work)
 
     @cute.jit
-    def attend_tile(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        scale_log2: Float32,
-        m_tile: Int32,
-        head: Int32,
-        kv_head: Int32,
-        b: Int32,
-    ):
-        """All of one block's work: rows [m_tile * tile_m, ...) of one head."""
+    def work(self, inputs: Inputs, here: place.Place) -> schedule.Work:
+        """What the block at ``here`` has to do."""
+        heads, queries, keys = inputs.mQ.shape[2], inputs.mQ.shape[1], inputs.mK.shape[1]
+        if cutlass.const_expr(self.spec.features.varlen):
+            return schedule.packed_work(here, heads, queries, keys, inputs.mCuQ, inputs.mCuK, self.spec.tile_m)
+        return schedule.batched_work(here, heads, queries, keys, self.spec.tile_m)
+
+    @cute.jit
+    def work_again(self, inputs: Inputs, here: place.Place, work: schedule.Work) -> schedule.Work:
+        """``work`` computed anew, but for packed sequences: those would have to be searched."""
+        if cutlass.const_expr(self.spec.features.varlen):
+            return work
+        return self.work(inputs, here)
+
+    @cute.jit
+    def attend_tile(self, inputs: Inputs, tidx: Int32, work: schedule.Work):
+        """All of one block's work: rows [first_row, first_row + tile_m) of one head of one sequence."""
         spec = cutlass.const_expr(self.spec)
-        tile_m, tile_n, head_dim, stages = spec.tile_m, spec.tile_n, spec.head_dim, spec.stages
-        tidx, _, _ = cute.arch.thread_idx()
-        query_len, key_len = mQ.shape[1], mK.shape[1]
-        first_row = m_tile * tile_m
-        unmasked, n_end, referenced = schedule.key_range(first_row, query_len, key_len, tile_m, tile_n, spec.causal)
+        shared = self.allocate_shared()
+        shape_O = products.make_tiled_mma(self.dtype, spec.warps).get_slice(tidx)
+        acc_O = cute.make_rmem_tensor(shape_O.partition_shape_C((spec.tile_m, spec.value_width)), Float32)
+        state = softmax.allocate(cute.size(accumulator_rows(acc_O).shape[0]))
+        loop = self.mainloop(inputs, shared, tidx, work, state, acc_O)
+        if loop.tiles.end > loop.tiles.begin:
+            self.load_queries(inputs, shared, loop)
 
-        mQ_head = mQ[b, None, head, None]  # (query_len, head_dim)
-        mO_head = mO[b, None, head, None]
-        mLSE_head = mLSE[b, head, None]  # (query_len,)
+        few = loop.tiles.end - loop.tiles.begin <= FOLLOWED_KEYS // spec.tile_n
+        if cutlass.const_expr(spec.reference == "trailing"):
+            slack = Float32(0.0) if few else Float32(softmax.RESCALE_SLACK)
+            self.follow(loop, slack)
+        else:
+            follows = Boolean(few)
+            if ~follows:
+                self.keep_first_reference(loop)
+                kept = loop.tiles.referenced > loop.tiles.begin
+                # Also a barrier: all warps are past their last step, and the rings are free.
+                follows = block_any(~softmax.is_sound(state, acc_O, loop.scale, kept))
+            if follows:
+                self.attend_again(inputs, shared, place.read_again(), work, state, acc_O)
+        self.finish(inputs, shared, place.read_again(), work, state, acc_O)
 
+    @cute.jit
+    def attend_again(
+        self,
+        inputs: Inputs,
+        shared: Shared,
+        here: place.Place,
+        work: schedule.Work,
+        state: softmax.SoftmaxState,
+        acc_O: cute.Tensor,
+    ):
+        """All steps over, with the maximum for a reference."""
+        work = self.work_again(inputs, here, work)
+        self.follow(self.mainloop(inputs, shared, here.thread, work, state, acc_O), Float32(0.0))
+
+    @cute.jit
+    def allocate_shared(self) -> Shared:
+        """The block's shared memory; O takes the place of Q."""
+        spec, dtype = cutlass.const_expr(self.spec), self.dtype
         smem = cutlass.memory.SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, layouts.smem_layout(self.dtype, tile_m, head_dim), byte_alignment=1024)
-        ring = layouts.smem_layout(self.dtype, tile_n, head_dim, stages)
-        sK = smem.allocate_tensor(self.dtype, ring, byte_alignment=1024)  # (tile_n, head_dim, stages)
-        sV = smem.allocate_tensor(self.dtype, ring, byte_alignment=1024)
-        sVt = layouts.transposed(sV, tile_n, head_dim, stages)  # (head_dim, tile_n, stages)
+        widest = max(spec.head_width, spec.value_width)
+        rows = smem.allocate_tensor(dtype, self.smem_layout(spec.tile_m, widest), byte_alignment=1024)
+        sQ = cute.make_tensor(rows.iterator, self.smem_layout(spec.tile_m, spec.head_width, 1))
+        sO = cute.make_tensor(rows.iterator, self.smem_layout(spec.tile_m, spec.value_width))
+        ring_K = self.smem_layout(spec.tile_n, spec.head_width, spec.stages)
+        ring_V = self.smem_layout(spec.tile_n, spec.value_width, spec.stages)
+        sK = smem.allocate_tensor(dtype, ring_K, byte_alignment=1024)
+        sV = smem.allocate_tensor(dtype, ring_V, byte_alignment=1024)
+        return Shared(sQ, sK, sV, sO)
 
+    def smem_layout(self, rows: int, cols: int, stages: int | None = None):
+        return layouts.smem_layout(rows, cols, stages, swizzle=self.spec.swizzle)
+
+    @cute.jit
+    def mainloop(
+        self,
+        inputs: Inputs,
+        shared: Shared,
+        tidx: Int32,
+        work: schedule.Work,
+        state: softmax.SoftmaxState,
+        acc_O: cute.Tensor,
+    ) -> Mainloop:
+        """This thread's part of ``work``."""
+        spec = cutlass.const_expr(self.spec)
+        tiles = schedule.key_range(work, inputs.window_left, inputs.window_right, spec.tile_m, spec.tile_n)
+        kv_head = work.head // inputs.heads_per_kv_head
+        key_end = work.key_start + work.key_len
+        gK = Rows(inputs.mK[work.b, None, kv_head, None], work.key_start, key_end)
+        gV = Rows(inputs.mV[work.b, None, kv_head, None], work.key_start, key_end)
+        sVt = layouts.transposed(shared.sV, spec.tile_n, spec.value_width, spec.stages)
         tiled_mma = products.make_tiled_mma(self.dtype, spec.warps)
-        thr_mma = tiled_mma.get_slice(tidx)
-        copy = layouts.async_row_copy(self.dtype, spec.threads)
-        acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, head_dim)), Float32)
+        scale_log2 = inputs.scale_log2
         scale = cute.arch.fmax(cute.arch.fmax(scale_log2, -scale_log2), Float32(SMALLEST_SCALE))
-        loop = Mainloop(
-            operands=products.partition(tiled_mma, tidx, sQ, sK, sVt),
-            ring_K=make_ring(copy, tidx, mK[b, None, kv_head, None], sK),
-            ring_V=make_ring(copy, tidx, mV[b, None, kv_head, None], sV),
-            visible=mask.Visibility(first_row, query_len, key_len, spec.causal),
-            state=softmax.allocate(cute.size(accumulator_rows(acc_O).shape[0])),
+        modifiers, softmax_scale = self.modifiers(inputs, work, scale)
+        sQ = shared.sQ[None, None, 0]
+        return Mainloop(
+            work=work,
+            tiles=tiles,
+            tidx=tidx,
+            operands=products.partition(
+                tiled_mma, tidx, sQ, shared.sK, sVt, spec.head_dim, holds_Q=spec.query_in_registers
+            ),
+            ring_K=make_ring(self.row_copy(spec.head_width), tidx, gK, shared.sK),
+            ring_V=make_ring(self.row_copy(spec.value_width), tidx, gV, shared.sV),
+            modifiers=modifiers,
+            visible=mask.Visibility(
+                work.first_row, work.query_len, work.key_len, inputs.window_left, inputs.window_right
+            ),
+            state=state,
             acc_O=acc_O,
-            scale=scale,
+            scale=softmax_scale,
             slot=cute.make_rmem_tensor(1, Int32),
         )
-        if n_end > 0:
-            load_rows(
-                copy, tidx, mQ_head, sQ, first_row, query_len, zero_past_end=False
-            )  # lands with the first group of the rings
-            if scale_log2 < 0.0:  # the row maximum belongs to the largest probability only if c is positive
-                cute.arch.cp_async_commit_group()
-                cute.arch.cp_async_wait_group(0)
-                negate_own(copy, tidx, sQ)
-        softmax.reset(loop.state)
-        if cutlass.const_expr(spec.reference == "trailing"):
-            softmax.clear(loop.state, acc_O)
-            self.start(loop, n_end, values=True)
-            self.steps(loop, n_end, unmasked, True, "trail")
-            self.steps(loop, unmasked, Int32(0), False, "trail")
-        else:
-            self.attend_with_first_reference(loop, n_end, referenced)
 
-        row_lse = softmax.finish(loop.state, acc_O, scale)
-        store_rows(acc_O, tiled_mma, sQ, mO_head, tidx, first_row, query_len, self.dtype)
-        cO = accumulator_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, head_dim))))
+    def row_copy(self, width: int) -> layouts.RowCopy:
+        return layouts.async_row_copy(self.dtype, self.spec.threads, self.spec.copy_lanes(width))
+
+    @cute.jit
+    def load_queries(self, inputs: Inputs, shared: Shared, loop: Mainloop):
+        """Q into shared memory, on the way with the first group of the rings; and zeros where rows are padded."""
+        spec, work, tidx = cutlass.const_expr(self.spec), loop.work, loop.tidx
+        mQ_head = inputs.mQ[work.b, None, work.head, None]
+        gQ = Rows(mQ_head, work.query_start, work.query_start + work.query_len)
+        copy = self.row_copy(spec.head_width)
+        load_rows(copy, tidx, gQ, shared.sQ[None, None, 0], work.first_row, zero_past_end=False)
+        if cutlass.const_expr(spec.head_width > spec.head_dim):
+            zero_columns(tidx, spec.threads, shared.sQ, spec.head_dim)
+            zero_columns(tidx, spec.threads, shared.sK, spec.head_dim)
+        if cutlass.const_expr(spec.value_width > spec.value_dim):
+            zero_columns(tidx, spec.threads, shared.sV, spec.value_dim)
+        if inputs.scale_log2 < 0.0:  # the row maximum belongs to the largest probability only if c is positive
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            negate_own(copy, tidx, shared.sQ[None, None, 0], spec.head_dim)
+
+    @cute.jit
+    def finish(
+        self,
+        inputs: Inputs,
+        shared: Shared,
+        here: place.Place,
+        work: schedule.Work,
+        state: softmax.SoftmaxState,
+        acc_O: cute.Tensor,
+    ):
+        """Divide by the row sums; write out and logsumexp."""
+        spec, tidx = cutlass.const_expr(self.spec), here.thread
+        work = self.work_again(inputs, here, work)
+        scale_log2 = inputs.scale_log2
+        scale = cute.arch.fmax(cute.arch.fmax(scale_log2, -scale_log2), Float32(SMALLEST_SCALE))
+        _, softmax_scale = self.modifiers(inputs, work, scale)
+        sink = None
+        if cutlass.const_expr(spec.features.sink):
+            sink = inputs.mSink[work.head]
+        row_lse = softmax.finish(state, acc_O, softmax_scale, sink)
+        tiled_mma = products.make_tiled_mma(self.dtype, spec.warps)
+        fence = None  # Q was read once, and barriers have passed since
+        if cutlass.const_expr(not spec.query_in_registers):
+            fence = cutlass.const_expr("warp" if spec.head_width == spec.value_width else "block")
+        lanes = cutlass.const_expr(8 if spec.value_width % 64 == 0 else 4)
+        mO_head = inputs.mO[work.b, None, work.head, None]
+        gO = Rows(mO_head, work.query_start, work.query_start + work.query_len)
+        store_rows(acc_O, tiled_mma, shared.sO, gO, tidx, work.first_row, lanes, fence)
+        mLSE_head = inputs.mLSE[work.b, work.head, None]
+        cO = cute.make_identity_tensor((spec.tile_m, spec.value_width))
+        tOcO = accumulator_rows(tiled_mma.get_slice(tidx).partition_C(cO))
         if tidx % 4 == 0:  # one of the four lanes of a row
             for r in cutlass.range_constexpr(cute.size(row_lse)):
-                row = first_row + cO[r, 0][0]
-                if row < query_len:
-                    mLSE_head[row] = row_lse[r]
+                row = work.first_row + tOcO[r, 0][0]
+                if row < work.query_len:
+                    mLSE_head[work.query_start + row] = row_lse[r]
 
     @cute.jit
-    def attend_with_first_reference(self, loop: Mainloop, n_end: Int32, referenced: Int32):
-        """All steps with ``reference="first"``: key tiles from ``referenced`` on give every row its reference."""
-        careful = referenced  # key tiles from here on are masked, and rows without a reference take one
-        exact = Boolean(False)  # the references are the true maxima
-        again = Boolean(True)
-        while again:
-            softmax.clear(loop.state, loop.acc_O)
-            self.start(loop, n_end, values=True)
-            self.steps(loop, n_end, careful, True, "take")
-            self.steps(loop, careful, Int32(0), False, "keep")
-            again = Boolean(False)
-            if ~exact:
-                again = block_any(~softmax.is_sound(loop.state, loop.acc_O, loop.scale, careful > 0))
-                if again:
-                    softmax.reset(loop.state)
-                    self.start(loop, n_end, values=False)
-                    self.steps(loop, n_end, Int32(0), True, "track")
-                    softmax.settle_maximum(loop.state, loop.scale)
-                    cute.arch.sync_threads()  # the last K tile is read: its slot is free
-                careful = Int32(0)
-                exact = Boolean(True)
+    def modifiers(self, inputs: Inputs, work: schedule.Work, scale_log2: Float32):
+        """(Modifiers or None, the scale that is left to the softmax)."""
+        features = cutlass.const_expr(self.spec.features)
+        modifiers, softmax_scale = None, scale_log2
+        if cutlass.const_expr(features.changes_scores):
+            scale, slope, mMask = scale_log2 * softmax.LN_2, None, None
+            if cutlass.const_expr(features.softcap):
+                scale = inputs.scale_over_softcap
+            if cutlass.const_expr(features.alibi):
+                slope = inputs.mSlopes[work.sequence, work.head]
+            if cutlass.const_expr(features.mask is not None):
+                mMask = inputs.mMask[work.b, work.head, None, None]
+            modifiers = scores.Modifiers(scale, inputs.softcap, slope, mMask)
+            softmax_scale = Float32(softmax.LOG2_E)
+        return modifiers, softmax_scale
 
     @cute.jit
-    def start(self, loop: Mainloop, n_end: Int32, values: cutlass.Constexpr):
-        """Load the first stages - 1 key tiles below n_end, with or without V; only the very first can pass the end.
+    def follow(self, loop: Mainloop, slack: Float32):
+        """All steps, the reference trailing the row maximum by up to ``slack`` powers of two."""
+        tiles = loop.tiles
+        self.start(loop)
+        self.steps(loop, tiles.end, tiles.plain_end, True, "trail", slack)
+        self.steps(loop, tiles.plain_end, tiles.plain_begin, False, "trail", slack)
+        if cutlass.const_expr(self.spec.features.left):
+            self.steps(loop, tiles.plain_begin, tiles.begin, True, "trail", slack)
 
-        Step t works on key tile n_end - 1 - t, which lives in slot t % stages and was loaded by cp.async group t.
-        Every step commits one group, even an empty one, so that the number of open groups is always known.
+    @cute.jit
+    def keep_first_reference(self, loop: Mainloop):
+        """All steps, the reference being the maximum of the first tile in which a row sees a key."""
+        tiles = loop.tiles
+        self.start(loop)
+        self.steps(loop, tiles.end, tiles.referenced, True, "take")
+        plain_begin = cutlass.min(tiles.plain_begin, tiles.referenced)
+        self.steps(loop, tiles.referenced, plain_begin, False, "keep")
+        if cutlass.const_expr(self.spec.features.left):
+            self.steps(loop, plain_begin, tiles.begin, True, "keep")
+
+    @cute.jit
+    def start(self, loop: Mainloop):
+        """No row has seen a key; load the first stages - 1 key tiles, the very first of which can pass the end.
+
+        Step t works on key tile end - 1 - t, which lives in slot t % stages and was loaded by cp.async group t. Every
+        step commits one group, even an empty one, so that the number of open groups is always known.
         """
-        stages = cutlass.const_expr(self.spec.stages)
+        stages, end = cutlass.const_expr(self.spec.stages), loop.tiles.end
+        softmax.reset(loop.state)
+        softmax.clear(loop.state, loop.acc_O)
         loop.slot[0] = Int32(0)
-        if n_end > 0:
+        if end > loop.tiles.begin:
             # What K holds past the end is masked; V's rows there meet P = 0, and 0 * inf would be NaN.
-            load_first_tile(loop.ring_K, n_end - 1, loop.visible.key_len, zero_past_end=False)
-            if cutlass.const_expr(values):
-                load_first_tile(loop.ring_V, n_end - 1, loop.visible.key_len, zero_past_end=True)
+            load_last_tile(loop.ring_K, end - 1, Int32(0), zero_past_end=False)
+            load_last_tile(loop.ring_V, end - 1, Int32(0), zero_past_end=True)
         cute.arch.cp_async_commit_group()
         for t in cutlass.range_constexpr(1, stages - 1):
-            self.load_next(loop, t < n_end, Int32(t), values)
+            self.load_tile(loop, end - 1 - t, Int32(t))
+        if cutlass.const_expr(self.spec.query_in_registers):
+            cute.arch.cp_async_wait_group(stages - 2)
+            cute.arch.sync_threads()
+            if end > loop.tiles.begin:
+                products.load_queries(loop.operands)
 
     @cute.jit
-    def load_next(self, loop: Mainloop, exists: Boolean, slot: Int32, values: cutlass.Constexpr):
-        """Load the next key tile into ``slot`` if it exists, as one group in either case."""
-        if exists:
-            load_next_tile(loop.ring_K, slot)
-            if cutlass.const_expr(values):
-                load_next_tile(loop.ring_V, slot)
-        advance(loop.ring_K)
-        if cutlass.const_expr(values):
-            advance(loop.ring_V)
+    def load_tile(self, loop: Mainloop, tile: Int32, slot: Int32):
+        """Load key tile ``tile`` into ``slot`` if it is one of the block's, as one group in either case."""
+        if tile >= loop.tiles.begin:
+            load_tile(loop.ring_K, tile, slot)
+            load_tile(loop.ring_V, tile, slot)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def steps(self, loop: Mainloop, end: Int32, begin: Int32, masked: cutlass.Constexpr, reference: cutlass.Constexpr):
+    def steps(
+        self,
+        loop: Mainloop,
+        end: Int32,
+        begin: Int32,
+        masked: cutlass.Constexpr,
+        reference: cutlass.Constexpr,
+        slack: Float32 | None = None,
+    ):
         """Key tiles end - 1 down to begin, one step each."""
         for n_tile in cutlass.range(end - 1, begin - 1, -1, unroll=1):
-            self.step(loop, n_tile, masked, reference)
+            self.step(loop, n_tile, masked, reference, slack)
 
     @cute.jit
-    def step(self, loop: Mainloop, n_tile: Int32, masked: cutlass.Constexpr, reference: cutlass.Constexpr):
+    def step(
+        self,
+        loop: Mainloop,
+        n_tile: Int32,
+        masked: cutlass.Constexpr,
+        reference: cutlass.Constexpr,
+        slack: Float32 | None,
+    ):
         """Attend to key tile ``n_tile``.
 
-        reference: "trail" follows the row maximum, "take" gives rows without a reference one, "keep" leaves them all,
-        "track" only looks for the maxima.
+        reference: "trail" follows the row maximum by ``slack``, "take" gives rows without a reference one, "keep"
+        leaves them all.
         """
         spec = cutlass.const_expr(self.spec)
         slot = loop.slot[0]
@@ -244,21 +492,25 @@ class Forward:
         products.multiply_QK(loop.operands, slot, acc_S)
         # Behind the first MMAs, not ahead of them: the addresses are computed while the tensor cores work.
         previous = slot - 1 if slot > 0 else Int32(spec.stages - 1)
-        self.load_next(loop, n_tile >= spec.stages - 1, previous, values=reference != "track")
+        self.load_tile(loop, n_tile - (spec.stages - 1), previous)
+        tScS = thr_mma.partition_C(cute.make_identity_tensor((spec.tile_m, spec.tile_n)))
+        visible = loop.visible
+        if cutlass.const_expr(loop.modifiers is not None):
+            first_key = n_tile * spec.tile_n
+            scores.modify(loop.modifiers, acc_S, tScS, visible.first_row, first_key, visible.query_len, visible.key_len)
         if cutlass.const_expr(masked):
-            tScS = thr_mma.partition_C(cute.make_identity_tensor((spec.tile_m, spec.tile_n)))
-            mask.apply_mask(loop.visible, acc_S, tScS, n_tile, spec.tile_n)
-        if cutlass.const_expr(reference == "track"):
-            softmax.track_maximum(loop.state, acc_S)
+            mask.apply_mask(visible, acc_S, tScS, n_tile, spec.tile_n)
+        if cutlass.const_expr(reference == "trail"):
+            softmax.follow_maximum(loop.state, acc_S, loop.acc_O, loop.scale, slack)
+            row_offset = loop.state.row_offset
+        elif cutlass.const_expr(reference == "take"):
+            row_offset = softmax.take_reference(loop.state, acc_S, loop.scale)
         else:
-            if cutlass.const_expr(reference == "trail"):
-                softmax.follow_maximum(loop.state, acc_S, loop.acc_O, loop.scale)
-            elif cutlass.const_expr(reference == "take"):
-                softmax.take_reference(loop.state, acc_S, loop.scale)
-            softmax.exponentiate(loop.state, acc_S, loop.scale)
-            rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
-            rP.store(acc_S.load().to(self.dtype))
-            products.multiply_PV(loop.operands, slot, rP, loop.acc_O)
+            row_offset = softmax.kept_offsets(loop.state, loop.scale)
+        softmax.exponentiate(loop.state, row_offset, acc_S, loop.scale)
+        rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
+        rP.store(acc_S.load().to(self.dtype))
+        products.multiply_PV(loop.operands, slot, rP, loop.acc_O)
         loop.slot[0] = slot + 1 if slot < spec.stages - 1 else Int32(0)
 
 

@@ -1,27 +1,29 @@
 """How tiles lie in shared memory and which thread copies which bytes of them."""
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warp
 
-from ..spec import SWIZZLE_ROW_ELEMENTS
-
 VECTOR_BYTES = 16  # the widest cp.async and the row of one ldmatrix matrix
-LANES_A_ROW = SWIZZLE_ROW_ELEMENTS * 2 // VECTOR_BYTES  # threads side by side that copy 128 bytes of a row
 
 
-def smem_layout(dtype: type[cutlass.Numeric], rows: int, cols: int, stages: int | None = None):
-    """A row-major tile, swizzled so that neither cp.async nor ldmatrix meets a bank twice.
+def smem_layout(rows: int, cols: int, stages: int | None = None, *, swizzle: bool = True):
+    """A row-major tile of 16-bit elements, swizzled so that neither cp.async nor ldmatrix meets a bank twice.
 
-    Eight rows of 128 bytes form the atom: the 16-byte chunk c of row r lies at chunk c ^ r, so the eight rows that
-    one ldmatrix matrix reads at one column fall into eight different groups of four banks.
+    An atom is eight rows of 128 bytes: the 16-byte chunk c of row r lies at chunk c ^ r, so the eight rows that one
+    ldmatrix matrix reads at one column fall into eight different groups of four banks. Where 64 elements do not divide
+    ``cols``, it is eight rows of 64 bytes, two rows to a pass over the banks: chunk c lies at c ^ (r / 2).
 
-    Shape ``(rows, cols)``, or ``(rows, cols, stages)`` with ``stages``.
+    Shape ``(rows, cols)``, or ``(rows, cols, stages)`` with ``stages``; cols is a multiple of 32. Without ``swizzle``
+    chunks stay where they are, to be seen and measured.
     """
+    atom_cols, bits = (64, 3) if cols % 64 == 0 else (32, 2)
     atom = cute.make_composed_layout(
-        cute.make_swizzle(3, 3, 3),
+        cute.make_swizzle(bits if swizzle else 0, 3, 3),
         0,
-        cute.make_layout((8, SWIZZLE_ROW_ELEMENTS), stride=(SWIZZLE_ROW_ELEMENTS, 1)),
+        cute.make_layout((8, atom_cols), stride=(atom_cols, 1)),
     )
     if stages is None:
         return cute.tile_to_shape(atom, (rows, cols), (0, 1))
@@ -34,30 +36,41 @@ def transposed(sX: cute.Tensor, rows: int, cols: int, stages: int) -> cute.Tenso
     return cute.composition(sX, view)
 
 
-def row_copy(atom: cute.CopyAtom, dtype: type[cutlass.Numeric], threads: int) -> cute.TiledCopy:
-    """Eight threads side by side cover 128 bytes of a row; ``threads // 8`` rows a pass."""
+@dataclass(frozen=True)
+class RowCopy:
+    """Threads that copy rows, 16 bytes each: ``lanes`` side by side, ``rows`` rows at a time."""
+
+    tiled: cute.TiledCopy
+    lanes: int
+    rows: int
+
+
+def row_copy(atom: cute.CopyAtom, dtype: type[cutlass.Numeric], threads: int, lanes: int) -> RowCopy:
+    """``lanes`` threads side by side cover 16 bytes each of a row; ``threads // lanes`` rows a pass."""
     vector = VECTOR_BYTES * 8 // dtype.width
-    return cute.make_tiled_copy_tv(
+    rows = threads // lanes
+    tiled = cute.make_tiled_copy_tv(
         atom,
-        cute.make_ordered_layout((threads // LANES_A_ROW, LANES_A_ROW), order=(1, 0)),
+        cute.make_ordered_layout((rows, lanes), order=(1, 0)),
         cute.make_layout((1, vector)),
     )
+    return RowCopy(tiled, lanes, rows)
 
 
-def async_row_copy(dtype: type[cutlass.Numeric], threads: int) -> cute.TiledCopy:
+def async_row_copy(dtype: type[cutlass.Numeric], threads: int, lanes: int) -> RowCopy:
     """Global to shared memory by 16-byte ``cp.async.cg`` (past the L1: each byte is used by one block only)."""
     atom = cute.make_copy_atom(
         cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL),
         dtype,
         num_bits_per_copy=VECTOR_BYTES * 8,
     )
-    return row_copy(atom, dtype, threads)
+    return row_copy(atom, dtype, threads, lanes)
 
 
-def vector_row_copy(dtype: type[cutlass.Numeric], threads: int) -> cute.TiledCopy:
+def vector_row_copy(dtype: type[cutlass.Numeric], threads: int, lanes: int) -> RowCopy:
     """Shared memory through registers to global memory, 16 bytes a thread."""
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=VECTOR_BYTES * 8)
-    return row_copy(atom, dtype, threads)
+    return row_copy(atom, dtype, threads, lanes)
 
 
 def ldmatrix_atom(dtype: type[cutlass.Numeric], transpose: bool = False) -> cute.CopyAtom:

@@ -11,15 +11,16 @@ from .products import accumulator_rows
 
 @dataclass(frozen=True)
 class Visibility:
-    """Row i sees keys below key_len and, with ``causal``, up to i + key_len - query_len.
+    """Row i sees keys below key_len, from i + offset - left to i + offset + right, with offset = key_len - query_len.
 
-    first_row: the query tile's first row.
+    first_row: the query tile's first row. left, right: None where the window is unbounded.
     """
 
     first_row: Int32
     query_len: Int32
     key_len: Int32
-    causal: bool
+    left: Int32 | None
+    right: Int32 | None
 
 
 @cute.jit
@@ -30,10 +31,16 @@ def apply_mask(visible: Visibility, acc_S: cute.Tensor, tScS: cute.Tensor, n_til
     """
     rS, cS = accumulator_rows(acc_S), accumulator_rows(tScS)
     first_key = n_tile * tile_n
+    offset = visible.key_len - visible.query_len - first_key
     for r in cutlass.range_constexpr(cute.size(rS.shape[0])):
-        limit = visible.key_len - first_key  # keys of this tile that row r sees
-        if cutlass.const_expr(visible.causal):
-            row = visible.first_row + cS[r, 0][0]
-            limit = cutlass.min(limit, row + visible.key_len - visible.query_len + 1 - first_key)
+        row = visible.first_row + cS[r, 0][0]
+        end = visible.key_len - first_key  # keys [begin, end) of this tile are what row r sees
+        if cutlass.const_expr(visible.right is not None):
+            end = cutlass.min(end, row + (offset + visible.right) + 1)
+        if cutlass.const_expr(visible.left is not None):
+            begin = row + (offset - visible.left)
         for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
-            rS[r, c] = rS[r, c] if cS[r, c][1] < limit else -Float32.inf
+            seen = cS[r, c][1] < end
+            if cutlass.const_expr(visible.left is not None):
+                seen = seen & (cS[r, c][1] >= begin)
+            rS[r, c] = rS[r, c] if seen else -Float32.inf

@@ -19,6 +19,8 @@ class Products:
     thr_mma             its part of the MMA
     tSsQ, tSsK, tOsV    what its ldmatrix reads of the shared tiles; the last mode of tSsK and tOsV is the ring slot
     tSrQ, tSrK, tOrV    MMA operand registers
+    steps_QK            steps of 16 elements along the head dimension: zeros beyond are not multiplied
+    holds_Q             tSrQ holds all of Q (``load_queries``), else each product reads its fragments again
     """
 
     tiled_mma: cute.TiledMma
@@ -32,6 +34,8 @@ class Products:
     tSrQ: cute.Tensor
     tSrK: cute.Tensor
     tOrV: cute.Tensor
+    steps_QK: int
+    holds_Q: bool
 
 
 def make_tiled_mma(dtype: type[cutlass.Numeric], warps: int) -> cute.TiledMma:
@@ -41,8 +45,16 @@ def make_tiled_mma(dtype: type[cutlass.Numeric], warps: int) -> cute.TiledMma:
     )
 
 
-def partition(tiled_mma: cute.TiledMma, tidx: Int32, sQ: cute.Tensor, sK: cute.Tensor, sVt: cute.Tensor) -> Products:
-    """sQ (tile_m, head_dim), sK (tile_n, head_dim, stages), sVt (head_dim, tile_n, stages)."""
+def partition(
+    tiled_mma: cute.TiledMma,
+    tidx: Int32,
+    sQ: cute.Tensor,
+    sK: cute.Tensor,
+    sVt: cute.Tensor,
+    head_dim: int,
+    holds_Q: bool,
+) -> Products:
+    """sQ (tile_m, head_width), sK (tile_n, head_width, stages), sVt (value_width, tile_n, stages)."""
     thr_mma = tiled_mma.get_slice(tidx)
     atom, atom_transposed = (
         layouts.ldmatrix_atom(sQ.element_type),
@@ -63,7 +75,17 @@ def partition(tiled_mma: cute.TiledMma, tidx: Int32, sQ: cute.Tensor, sK: cute.T
         tSrQ=thr_mma.make_fragment_A(thr_mma.partition_A(sQ)),
         tSrK=thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0])),
         tOrV=thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0])),
+        steps_QK=(head_dim + MMA_SHAPE[2] - 1) // MMA_SHAPE[2],
+        holds_Q=holds_Q,
     )
+
+
+@cute.jit
+def load_queries(p: Products):
+    """Q from shared memory into tSrQ, where ``multiply_QK`` expects it if ``holds_Q``."""
+    tSrQ_copy = p.copy_Q.retile(p.tSrQ)
+    for k in cutlass.range_constexpr(p.steps_QK):
+        cute.copy(p.copy_Q, p.tSsQ[None, None, k], tSrQ_copy[None, None, k])
 
 
 @cute.jit
@@ -71,8 +93,9 @@ def multiply_QK(p: Products, slot: Int32, acc_S: cute.Tensor):
     """acc_S = Q K^T with the K tile in ``slot``."""
     tSrQ_copy, tSrK_copy = p.copy_Q.retile(p.tSrQ), p.copy_K.retile(p.tSrK)
     acc_S.fill(0.0)
-    for k in cutlass.range_constexpr(cute.size(p.tSrQ.shape[2])):
-        cute.copy(p.copy_Q, p.tSsQ[None, None, k], tSrQ_copy[None, None, k])
+    for k in cutlass.range_constexpr(p.steps_QK):
+        if cutlass.const_expr(not p.holds_Q):
+            cute.copy(p.copy_Q, p.tSsQ[None, None, k], tSrQ_copy[None, None, k])
         cute.copy(p.copy_K, p.tSsK[None, None, k, slot], tSrK_copy[None, None, k])
         cute.gemm(p.tiled_mma, acc_S, p.tSrQ[None, None, k], p.tSrK[None, None, k], acc_S)
 

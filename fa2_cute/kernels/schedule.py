@@ -1,48 +1,171 @@
 """Which query tile of which head a thread block works on, and which key tiles that tile needs."""
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from ..spec import group_log2
+from .place import Place
+
+
+@dataclass(frozen=True)
+class Work:
+    """One block's query tile.
+
+    head, b                 query head; batch index of the tensors (0 where sequences are packed)
+    sequence                which sequence it is
+    first_row               the tile's first row, counted within its sequence; negative: there is no work
+    query_start, query_len  the sequence's queries among the rows of q
+    key_start, key_len      the sequence's keys among the rows of k and v
+    """
+
+    head: Int32
+    b: Int32
+    sequence: Int32
+    first_row: Int32
+    query_start: Int32
+    query_len: Int32
+    key_start: Int32
+    key_len: Int32
+
+
+def rank_and_head(place: Place, heads: Int32) -> tuple[Int32, Int32]:
+    """(rank of the query tile, head) of this block in a grid made by ``ForwardSpec.grid``; a head >= heads is idle.
+
+    Blocks start in the order x, y, z. Heads of a group alternate in x, so that blocks that run together share K and V
+    in the L2.
+    """
+    shift = group_log2(heads)
+    rank = place.block_x >> shift
+    return rank, (place.block_y << shift) + place.block_x - (rank << shift)
 
 
 @cute.jit
-def tile_coordinates(heads: Int32, query_len: Int32, tile_m: cutlass.Constexpr):
-    """(query tile, head, batch) of this block in a grid made by ``ForwardSpec.grid``; a head >= heads has no work.
+def batched_work(place: Place, heads: Int32, query_len: Int32, key_len: Int32, tile_m: cutlass.Constexpr) -> Work:
+    """The work of this block where every sequence of the batch has the same lengths.
 
-    Blocks start in the order x, y, z. Heads of a group alternate in x, so that blocks that run together share K and V
-    in the L2; the last query tiles come first: under a causal mask those are the longest, and a long block that starts
-    last would leave the other multiprocessors idle at the end.
+    The last query tiles come first: under a causal mask those are the longest, and a long block that starts last would
+    leave the other multiprocessors idle at the end.
     """
-    x, y, b = cute.arch.block_idx()
-    shift = group_log2(heads)
-    rank = x >> shift
-    head = (y << shift) + x - (rank << shift)
-    return cute.ceil_div(query_len, tile_m) - 1 - rank, head, b
+    rank, head = rank_and_head(place, heads)
+    b = place.block_z
+    first_row = (cute.ceil_div(query_len, tile_m) - 1 - rank) * tile_m
+    return Work(head, b, b, first_row, Int32(0), query_len, Int32(0), key_len)
+
+
+@cute.jit
+def packed_work(
+    place: Place,
+    heads: Int32,
+    total_queries: Int32,
+    total_keys: Int32,
+    mCuQ: cute.Tensor,  # (sequences + 1,) int32
+    mCuK: cute.Tensor,
+    tile_m: cutlass.Constexpr,
+) -> Work:
+    """The work of this block where sequences are packed along the rows.
+
+    Sequence i of n is rows [cu[i], cu[i + 1]). The rows before the first and after the last count as sequences of
+    their own that have no keys, so that every row is written: start(0) = 0, start(i) = cu[i - 1], start(n + 2) = total.
+    The tiles of sequence i have the ranks from start(i) // tile_m + i on: that never decreases, and leaves each
+    sequence as many as it needs, so the block finds its sequence by search, and the grid needs no lengths.
+
+    Whatever cu holds, all rows of a Work are rows of the tensors.
+    """
+    rank, head = rank_and_head(place, heads)
+    sequences = mCuQ.shape[0] + 1  # with the two that have no keys
+    i = _find_sequence(rank, mCuQ, total_queries, sequences, tile_m)
+    query_start = start_of(mCuQ, i, total_queries)
+    query_len = cutlass.max(start_of(mCuQ, i + 1, total_queries) - query_start, Int32(0))
+    key_start = Int32(0)
+    key_len = Int32(0)
+    if (i > 0) & (i < sequences - 1):
+        key_start = start_of(mCuK, i, total_keys)
+        key_len = cutlass.max(start_of(mCuK, i + 1, total_keys) - key_start, Int32(0))
+    local = rank - (query_start // tile_m + i)
+    first_row = (cute.ceil_div(query_len, tile_m) - 1 - local) * tile_m
+    sequence = cutlass.max(cutlass.min(i - 1, sequences - 3), Int32(0))
+    return Work(head, Int32(0), sequence, first_row, query_start, query_len, key_start, key_len)
+
+
+@cute.jit
+def start_of(mCu: cute.Tensor, i: Int32, total: Int32) -> Int32:
+    """The first row of sequence ``i``, between 0 and ``total`` whatever mCu holds."""
+    last = mCu.shape[0] - 1
+    value = mCu[cutlass.max(cutlass.min(i - 1, last), Int32(0))]
+    value = cutlass.max(cutlass.min(value, total), Int32(0))
+    if i == 0:
+        value = Int32(0)
+    if i > last + 1:
+        value = total
+    return value
+
+
+@cute.jit
+def _find_sequence(rank: Int32, mCuQ: cute.Tensor, total: Int32, sequences: Int32, tile_m: cutlass.Constexpr) -> Int32:
+    """The last sequence whose first rank is at most ``rank``; the lanes of a warp look at 32 at a time."""
+    lane = cute.arch.lane_idx()
+    low = Int32(0)
+    span = sequences  # it is among the ``span`` sequences from ``low`` on
+    while span > 1:
+        step = cute.ceil_div(span, 32)
+        i = low + lane * step
+        begins = (i < low + span) & (start_of(mCuQ, i, total) // tile_m + i <= rank)
+        # Where the starts do not increase, lane 0 alone is sure: low itself was found to begin in time.
+        found = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(begins)), Int32(1))
+        high = low + span
+        low = low + (found - 1) * step
+        span = cutlass.min(step, high - low)
+    return low
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """Key tiles [begin, end) of a query tile; no row sees the rest.
+
+    [plain_begin, plain_end)   need no mask: every row sees all their keys
+    referenced                 in the tiles [referenced, end) every row that sees any key sees one
+    """
+
+    begin: Int32
+    plain_begin: Int32
+    plain_end: Int32
+    end: Int32
+    referenced: Int32
 
 
 @cute.jit
 def key_range(
-    first_row: Int32,
-    query_len: Int32,
-    key_len: Int32,
+    work: Work,
+    window_left: Int32 | None,
+    window_right: Int32 | None,
     tile_m: cutlass.Constexpr,
     tile_n: cutlass.Constexpr,
-    causal: cutlass.Constexpr,
-):
-    """(unmasked, end, referenced): the key tiles of the query tile that starts at ``first_row``.
-
-    Tiles [0, unmasked) need no mask, [unmasked, end) do, and no row sees the rest. In the tiles [referenced, end) every
-    row that sees any key sees one. With ``causal``, row i sees keys j <= i + key_len - query_len.
+) -> KeyRange:
+    """The key tiles that ``work`` needs. Row i sees keys from i + offset - left to i + offset + right, with
+    offset = key_len - query_len; a side that is None is unbounded.
     """
-    seen_by_all = key_len
-    seen_by_any = key_len
-    if cutlass.const_expr(causal):
-        offset = key_len - query_len
-        last_row = cutlass.min(first_row + tile_m, query_len) - 1
-        seen_by_all = cutlass.max(cutlass.min(first_row + offset + 1, key_len), Int32(0))
-        seen_by_any = cutlass.max(cutlass.min(last_row + offset + 1, key_len), Int32(0))
-    # The first row sees keys of the tile that holds its last one; the other rows see more.
-    referenced = cutlass.max(seen_by_all - 1, Int32(0)) // tile_n
-    return seen_by_all // tile_n, cute.ceil_div(seen_by_any, tile_n), referenced
+    key_len = work.key_len
+    offset = key_len - work.query_len
+    first_row = work.first_row
+    last_row = cutlass.min(first_row + tile_m, work.query_len) - 1
+    begin, plain_begin = Int32(0), Int32(0)
+    seen_by_all, seen_by_any = key_len, key_len
+    if cutlass.const_expr(window_right is not None):
+        seen_by_all = _clamped(first_row + (offset + window_right) + 1, key_len)
+        seen_by_any = _clamped(last_row + (offset + window_right) + 1, key_len)
+    end = cute.ceil_div(seen_by_any, tile_n)
+    if cutlass.const_expr(window_left is not None):
+        begin = cutlass.min(_clamped(first_row + (offset - window_left), key_len) // tile_n, end)
+        plain_begin = cute.ceil_div(_clamped(last_row + (offset - window_left), key_len), tile_n)
+    plain_end = cutlass.max(seen_by_all // tile_n, begin)
+    plain_begin = cutlass.min(plain_begin, plain_end)
+    # The first row sees keys of the tile that holds its last one; the other rows' last ones come later.
+    referenced = cutlass.max(cutlass.max(seen_by_all - 1, Int32(0)) // tile_n, begin)
+    return KeyRange(begin, plain_begin, plain_end, end, referenced)
+
+
+def _clamped(key: Int32, key_len: Int32) -> Int32:
+    return cutlass.max(cutlass.min(key, key_len), Int32(0))

@@ -3,12 +3,11 @@
 A row's probabilities are kept relative to a reference ``m`` that need not be the true maximum: any reference gives the
 same quotient, as long as nothing overflows and the largest probability does not underflow. Two ways to choose it:
 
-trailing    m follows the row maximum, but is raised only when a score exceeds it by more than ``RESCALE_SLACK`` powers
-            of two: ``follow_maximum``. That saves the reduction over the four lanes of a row and the rescaling of O in
-            almost every tile.
+trailing    m follows the row maximum, but is raised only when a score exceeds it by more than a slack in powers of
+            two: ``follow_maximum``. That saves the reduction over the four lanes of a row and the rescaling of O in
+            almost every tile. With a slack of 0 m is the maximum, and a row's largest probability exactly 1.
 first       m is the maximum of the first tile in which the row sees a key, and stays: ``take_reference``. Whether that
-            was right ``is_sound`` tells at the end; if not, ``track_maximum`` finds the true maximum in a pass of its
-            own (``settle_maximum``) and all is computed again with it.
+            was right ``is_sound`` tells at the end.
 """
 
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from cutlass import Boolean, Float32
 from .products import accumulator_rows
 
 LN_2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
 
 # P may grow to 2^8 before O is rescaled: far from fp16's 65504, and sums of 2^8 over any length stay in fp32.
 RESCALE_SLACK = 8.0
@@ -49,8 +49,9 @@ class SoftmaxState:
     """The running state of one thread's rows, in registers; each (rows,) float32.
 
     row_ref       reference maximum m of the raw scores, the same on the row's four lanes; -inf: no key seen yet
-    row_limit     raw score above which follow_maximum looks at m again: m + RESCALE_SLACK / c, or -inf: always
-    row_offset    what is subtracted from x * c: m * c, or 0 where m is -inf or where x comes as x - m (FUSED_LIMIT)
+    row_limit     raw score above which follow_maximum looks at m again: m + slack / c, or -inf: always
+    row_offset    what follow_maximum leaves to be subtracted from x * c: m * c, or 0 where m is -inf or where x comes
+                  as x - m (FUSED_LIMIT)
     row_sum       this lane's share of the sum of exp2((x - m) * c)
     """
 
@@ -81,8 +82,9 @@ def clear(state: SoftmaxState, acc_O: cute.Tensor):
 
 
 @cute.jit
-def follow_maximum(state: SoftmaxState, acc_S: cute.Tensor, acc_O: cute.Tensor, scale_log2: Float32):
-    """Raise the reference of the rows whose scores pass their limit, and rescale O and the sums to it.
+def follow_maximum(state: SoftmaxState, acc_S: cute.Tensor, acc_O: cute.Tensor, scale_log2: Float32, slack: Float32):
+    """Raise the reference of the rows whose scores pass it by more than ``slack`` powers of two, and rescale O and the
+    sums to it.
 
     Every lane of the warp must call it. acc_S: raw scores (masked ones -inf); where a row is beyond FUSED_LIMIT they
     become x - m. acc_O: the output accumulator. scale_log2: c, positive.
@@ -95,14 +97,15 @@ def follow_maximum(state: SoftmaxState, acc_S: cute.Tensor, acc_O: cute.Tensor, 
         row_max[r] = _max_of(rS, r)
         exceeded = exceeded | (row_max[r] > state.row_limit[r])
     if cute.arch.vote_any_sync(exceeded):
-        _raise_reference(state, row_max, acc_S, acc_O, scale_log2)
+        _raise_reference(state, row_max, acc_S, acc_O, scale_log2, slack)
 
 
 @cute.jit
-def take_reference(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32):
+def take_reference(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
     """Give the rows that have no reference yet, and so neither sum nor output, the maximum of this tile.
 
-    Every lane of the warp must call it. Scores of rows beyond FUSED_LIMIT become x - m.
+    Every lane of the warp must call it. Scores of rows beyond FUSED_LIMIT become x - m. Returns what ``exponentiate``
+    subtracts.
     """
     rS = accumulator_rows(acc_S)
     rows = cute.size(rS.shape[0])
@@ -114,11 +117,12 @@ def take_reference(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32)
         for r in cutlass.range_constexpr(rows):
             best = quad_max(_max_of(rS, r))
             state.row_ref[r] = best if state.row_ref[r] == -Float32.inf else state.row_ref[r]
-            state.row_offset[r] = _offset_and_shift(state.row_ref[r], scale_log2)[0]
+    row_offset = cute.make_rmem_tensor(rows, Float32)
     for r in cutlass.range_constexpr(rows):
-        shift = _offset_and_shift(state.row_ref[r], scale_log2)[1]
+        row_offset[r], shift = _offset_and_shift(state.row_ref[r], scale_log2)
         for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
             rS[r, c] = rS[r, c] - shift
+    return row_offset
 
 
 def _is_fused(ref: Float32, scale_log2: Float32) -> Boolean:
@@ -136,36 +140,39 @@ def _offset_and_shift(ref: Float32, scale_log2: Float32) -> tuple[Float32, Float
 
 
 @cute.jit
-def track_maximum(state: SoftmaxState, acc_S: cute.Tensor):
-    """Raise the references to this lane's maximum of the tile; ``settle_maximum`` makes them those of the rows."""
-    rS = accumulator_rows(acc_S)
-    for r in cutlass.range_constexpr(cute.size(rS.shape[0])):
-        state.row_ref[r] = cute.arch.fmax(state.row_ref[r], _max_of(rS, r))
+def kept_offsets(state: SoftmaxState, scale_log2: Float32) -> cute.Tensor:
+    """What ``exponentiate`` subtracts where references are kept: made of them each time, which costs one
+    multiplication a row and frees a register of each.
+
+    Rows beyond FUSED_LIMIT, and rows without a reference, come out wrong and unsound (``is_sound``).
+    """
+    rows = cute.size(state.row_ref)
+    row_offset = cute.make_rmem_tensor(rows, Float32)
+    for r in cutlass.range_constexpr(rows):
+        row_offset[r] = state.row_ref[r] * scale_log2
+    return row_offset
 
 
 @cute.jit
-def settle_maximum(state: SoftmaxState, scale_log2: Float32):
-    """Take the maxima of ``track_maximum`` as references. Every lane of the warp must call it."""
-    for r in cutlass.range_constexpr(cute.size(state.row_ref)):
-        state.row_ref[r] = quad_max(state.row_ref[r])
-        state.row_offset[r] = _offset_and_shift(state.row_ref[r], scale_log2)[0]
-
-
-@cute.jit
-def exponentiate(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32):
-    """Turn scores into probabilities relative to the reference, in place, and add them to the row sums."""
+def exponentiate(state: SoftmaxState, row_offset: cute.Tensor, acc_S: cute.Tensor, scale_log2: Float32):
+    """Turn scores into probabilities in place, exp2(score * c - row_offset), and add them to the row sums."""
     rS = accumulator_rows(acc_S)
     for r in cutlass.range_constexpr(cute.size(rS.shape[0])):
-        total = state.row_sum[r]
+        total = Float32(0.0)
         for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
-            rS[r, c] = cute.math.exp2(cute.math.fma(rS[r, c], scale_log2, -state.row_offset[r]), fastmath=True)
-            total = total + rS[r, c]
-        state.row_sum[r] = total
+            rS[r, c] = cute.math.exp2(cute.math.fma(rS[r, c], scale_log2, -row_offset[r]), fastmath=True)
+            total = rS[r, c] if c == 0 else total + rS[r, c]
+        state.row_sum[r] = state.row_sum[r] + total
 
 
 @cute.jit
 def _raise_reference(
-    state: SoftmaxState, row_max: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, scale_log2: Float32
+    state: SoftmaxState,
+    row_max: cute.Tensor,
+    acc_S: cute.Tensor,
+    acc_O: cute.Tensor,
+    scale_log2: Float32,
+    slack: Float32,
 ):
     cute.arch.sync_warp()  # keeps the caller's `if` a branch: as a select all of this would be computed every time
     rS, rO = accumulator_rows(acc_S), accumulator_rows(acc_O)
@@ -176,7 +183,7 @@ def _raise_reference(
         # A row that had seen nothing has O = 0 and sum = 0, which any finite factor keeps.
         seen = new != -Float32.inf
         factor = cute.math.exp2((old - new) * scale_log2, fastmath=True) if seen else Float32(1.0)
-        limit = new + cute.arch.rcp_approx(scale_log2) * RESCALE_SLACK
+        limit = new + cute.arch.rcp_approx(scale_log2) * slack
         state.row_ref[r] = new
         state.row_limit[r] = limit if _is_fused(new, scale_log2) else -Float32.inf
         state.row_offset[r] = offset
@@ -207,20 +214,33 @@ def is_sound(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32, kept:
 
 
 @cute.jit
-def finish(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
-    """Divide O by the row sums; return each row's natural logsumexp (rows,), -inf where no key was seen."""
+def finish(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32, sink: Float32 | None) -> cute.Tensor:
+    """Divide O by the row sums; return each row's natural logsumexp (rows,), -inf where no key was seen.
+
+    sink: one more logit of every row (natural units) that has no value; or None.
+    """
     rO = accumulator_rows(acc_O)
     rows = cute.size(rO.shape[0])
     row_lse = cute.make_rmem_tensor(rows, Float32)
+    scale = scale_log2 * LN_2
     for r in cutlass.range_constexpr(rows):
         total = quad_sum(state.row_sum[r])
+        top = state.row_ref[r] * scale
         # A row of NaN scores alone leaves m at -inf, but its sum is NaN and not zero.
-        seen = (state.row_ref[r] != -Float32.inf) | (total != 0.0)
-        inverse = cute.arch.rcp_approx(total) if seen else Float32(0.0)
-        lse = (state.row_ref[r] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+        attended = (state.row_ref[r] != -Float32.inf) | (total != 0.0)
+        seen = attended
+        factor = Float32(1.0)
+        if cutlass.const_expr(sink is not None):
+            old, top = top, cute.arch.fmax(top, sink)
+            shift = top if top != -Float32.inf else Float32(0.0)
+            factor = cute.math.exp2((old - shift) * LOG2_E, fastmath=True)
+            total = total * factor + cute.math.exp2((sink - shift) * LOG2_E, fastmath=True)
+            seen = seen | (sink != -Float32.inf)
+        inverse = cute.arch.rcp_approx(total) * factor if attended else Float32(0.0)
+        lse = top + cute.math.log2(total, fastmath=True) * LN_2
         row_lse[r] = lse if seen else -Float32.inf
         for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
-            rO[r, c] = rO[r, c] * inverse if seen else Float32(0.0)
+            rO[r, c] = rO[r, c] * inverse if attended else Float32(0.0)
     return row_lse
 
 

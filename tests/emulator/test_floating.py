@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from ptx_operands import FEW, bits16, f32s
 from ptx_support import FORMATS, elementwise, round_exact, same, value16
 
+from fa2_cute.emulator import errors
+
 F32 = np.float32
 CANONICAL = 0x7FFFFFFF
 
@@ -81,6 +83,28 @@ def test_packed_f32x2(a, b, c, d):
         check32(out[4 + lane], [exact("mul", [float(p), float(q)], "f32") for p, q in zip(x, y, strict=True)])
     packed = out[4].view(np.uint32).astype(np.uint64) | out[5].view(np.uint32).astype(np.uint64) << np.uint64(32)
     assert (out[6] == packed + np.uint64(1)).all()
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
+@FEW
+@given(a=bits16(), b=bits16(), c=f32s())
+def test_mixed_precision(kind, mode, a, b, c):
+    """float32 arithmetic on 16-bit first operands and factors: one rounding of the exact result."""
+    text = f"add.{mode}.f32.{kind} %o0, %a0, %a2; sub.{mode}.f32.{kind} %o1, %a0, %a2;"
+    text += f"fma.{mode}.f32.{kind} %o2, %a0, %a1, %a2; fma.{mode}.sat.f32.{kind} %o3, %a0, %a1, %a2;"
+    out = elementwise(text, [a, b, c], [F32] * 4)
+    x, y, z = value16(a, kind), value16(b, kind), [float(v) for v in c]
+    check32(out[0], [exact("add", pair, "f32", mode) for pair in zip(x, z, strict=True)])
+    check32(out[1], [exact("sub", pair, "f32", mode) for pair in zip(x, z, strict=True)])
+    check32(out[2], [exact("fma", triple, "f32", mode) for triple in zip(x, y, z, strict=True)])
+    assert same(out[3], np.where(np.isnan(out[2]), 0.0, np.clip(out[2], 0, 1)).astype(F32) + F32(0))
+
+
+def test_mixed_precision_is_refused_elsewhere():
+    half = np.array([0], np.uint16)
+    with pytest.raises(errors.UnknownInstruction, match="mul"):
+        elementwise("mul.rn.f32.bf16 %o0, %a0, %a1;", [half, np.zeros(1, F32)], [F32])
 
 
 def test_fma_rounds_once():

@@ -7,6 +7,7 @@ from .registry import instruction
 
 ROUNDING = {"rn", "rz", "rm", "rp"}
 FLOAT_TYPES = {"f32", "f64", "f32x2", "f16", "f16x2", "bf16", "bf16x2"}
+MIXED = ("f16", "bf16")
 BINARY = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 
 
@@ -15,7 +16,9 @@ def float_arith(g, ins) -> bool:
     kind = ins.mods[-1]
     if kind not in FLOAT_TYPES:
         return False
-    if kind in ("f16", "bf16", "f16x2", "bf16x2"):
+    if kind in MIXED and "f32" in ins.mods:
+        mixed(g, ins, kind)
+    elif kind in ("f16", "bf16", "f16x2", "bf16x2"):
         half(g, ins, kind)
     elif kind == "f32x2":
         g.only("rn", "rz", "rm", "rp", "ftz", "f32x2")
@@ -92,6 +95,17 @@ def half(g, ins, kind):
     else:
         x = [g.array(s, "u16") for s in sources]
         g.define(dst, "u16", f"half_arith({name!r}, {kind!r}, {', '.join(x)}, {flags})")
+
+
+def mixed(g, ins, kind):
+    """add, sub, fma in float32 whose first operand, or factors, are 16-bit: widened, which is exact, then as in f32
+    (PTX ISA 8.6, mixed precision floating-point instructions; sm_100 and later)."""
+    if ins.op not in ("add", "sub", "fma"):
+        raise g.unknown(f"type .f32.{kind} of {ins.op}")
+    g.only("rn", "rz", "rm", "rp", "sat", "f32", kind)
+    dst, *narrow, last = ins.operands
+    wide = [g.temp(f"half_values({g.array(x, 'u16')}, {kind!r})") for x in narrow]
+    g.define(dst, "f32", arith32(g, ins.op, [*wide, g.use(last, "f32")], ins.mods))
 
 
 @instruction("fma")

@@ -1,0 +1,123 @@
+"""Options of a call, checked one by one: each function names its argument, what came and what is taken."""
+
+import math
+import numbers
+
+import torch
+
+from .problem import DTYPES, Problem
+
+LOG2_E = math.log2(math.e)  # the kernels' softmax is in base 2
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def scale_of(softmax_scale: float | None, head_dim: int) -> float:
+    """``softmax_scale`` as a number, or its default."""
+    if softmax_scale is None:
+        return head_dim**-0.5
+    number = _number("softmax_scale", softmax_scale, "a real number or None")
+    if not abs(number) * LOG2_E <= FLOAT32_MAX:
+        raise ValueError(
+            f"softmax_scale: got {softmax_scale!r}, takes a finite number below {FLOAT32_MAX / LOG2_E:.4g}"
+        )
+    return number
+
+
+def softcap_of(softcap: float) -> float:
+    """``softcap`` as a number; 0 is off."""
+    number = _number("softcap", softcap, "a real number")
+    if not 0.0 <= number <= FLOAT32_MAX or 0.0 < number < 2.0**-126:
+        raise ValueError(f"softcap: got {softcap!r}, takes 0 (off) or a positive float32")
+    return number
+
+
+def _number(name: str, value, takes: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: got {type(value).__name__}, takes {takes}")
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond float64
+        return math.inf
+
+
+def window_of(window) -> tuple[int | None, int | None]:
+    """(left, right), None where unbounded."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window_size: got {window!r}, takes a pair (left, right)")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral)):
+            raise TypeError(f"window_size: got {window!r}, takes integers or None")
+    left, right = window
+    if left is not None and left < 0:
+        raise ValueError(f"window_size: got a left side of {left}, takes 0 or more, or None")
+    return left, right
+
+
+def sequences_of(cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None, q: torch.Tensor) -> int:
+    """How many sequences two vectors of cumulative lengths tell apart."""
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(cu, torch.Tensor):
+            raise TypeError(f"{name}: got {type(cu).__name__}, takes a torch.Tensor")
+        if cu.dtype != torch.int32:
+            raise TypeError(f"{name}: got dtype {cu.dtype}, takes torch.int32")
+        if cu.dim() != 1 or cu.shape[0] < 1:
+            raise ValueError(f"{name}: got shape {tuple(cu.shape)}, takes (sequences + 1,)")
+        if cu.device != q.device:
+            raise ValueError(f"{name}: got device {cu.device}, takes q's device {q.device}")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: got shape {tuple(cu_seqlens_k.shape)}, takes cu_seqlens_q's {tuple(cu_seqlens_q.shape)}"
+        )
+    return cu_seqlens_q.shape[0] - 1
+
+
+def slopes_of(slopes: torch.Tensor, problem: Problem, q: torch.Tensor) -> torch.Tensor:
+    """(batch, heads)."""
+    if not isinstance(slopes, torch.Tensor):
+        raise TypeError(f"alibi_slopes: got {type(slopes).__name__}, takes a torch.Tensor or None")
+    if slopes.dtype != torch.float32:
+        raise TypeError(f"alibi_slopes: got dtype {slopes.dtype}, takes torch.float32")
+    if slopes.device != q.device:
+        raise ValueError(f"alibi_slopes: got device {slopes.device}, takes q's device {q.device}")
+    batch, heads = problem.batch, problem.heads
+    if slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes: got shape {tuple(slopes.shape)}, takes (heads,) = ({heads},) "
+            f"or (batch, heads) = ({batch}, {heads})"
+        )
+    return slopes.expand(batch, heads)
+
+
+def sink_of(sink: torch.Tensor, problem: Problem, q: torch.Tensor) -> torch.Tensor:
+    """(heads,) float32, contiguous."""
+    if not isinstance(sink, torch.Tensor):
+        raise TypeError(f"learnable_sink: got {type(sink).__name__}, takes a torch.Tensor or None")
+    if sink.dtype not in (torch.float32, *DTYPES):
+        raise TypeError(f"learnable_sink: got dtype {sink.dtype}, takes float32, float16 or bfloat16")
+    if sink.device != q.device:
+        raise ValueError(f"learnable_sink: got device {sink.device}, takes q's device {q.device}")
+    if sink.shape != (problem.heads,):
+        raise ValueError(f"learnable_sink: got shape {tuple(sink.shape)}, takes (heads,) = ({problem.heads},)")
+    return sink.to(torch.float32).contiguous().as_strided(sink.shape, (1,))
+
+
+def check_mask_kind(mask: torch.Tensor, q: torch.Tensor, varlen: bool):
+    """Refuses what is no mask for q, whatever its shape."""
+    if varlen:
+        raise ValueError("attn_mask: takes calls of one length a batch, not packed sequences")
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"attn_mask: got {type(mask).__name__}, takes a torch.Tensor or None")
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        raise TypeError(f"attn_mask: got dtype {mask.dtype}, takes torch.bool, torch.float32 or q's dtype {q.dtype}")
+    if mask.device != q.device:
+        raise ValueError(f"attn_mask: got device {mask.device}, takes q's device {q.device}")
+
+
+def mask_of(mask: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """(batch, heads, query_len, key_len), uint8 for bool."""
+    shape = (problem.batch, problem.heads, problem.query_len, problem.key_len)
+    padded = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if mask.dim() > 4 or any(extent not in (1, full) for extent, full in zip(padded, shape, strict=True)):
+        raise ValueError(f"attn_mask: got shape {tuple(mask.shape)}, takes one that broadcasts to {shape}")
+    mask = mask.resolve_neg()
+    return (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(shape)

@@ -1,0 +1,374 @@
+"""The forward pass on torch tensors: checks a call with any of its options, picks the kernel, launches it."""
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from . import arch, jit, tiling
+from .arch import Architecture
+from .checks import (
+    FLOAT32_MAX,
+    LOG2_E,
+    check_mask_kind,
+    mask_of,
+    scale_of,
+    sequences_of,
+    sink_of,
+    slopes_of,
+    softcap_of,
+    window_of,
+)
+from .problem import DTYPES, MAX_EXTENT, Problem
+from .spec import CAUSAL, FULL, MAX_GRID_YZ, VECTOR_ELEMENTS, Features, ForwardSpec
+
+TUNING = "FA2_CUTE_TUNING"  # names a file of tiles, see explore/tuning.py
+VECTOR_BYTES = 16  # what one cp.async moves
+MAX_ROW_STRIDE = 2**31 - VECTOR_ELEMENTS  # the kernel counts a row's bytes in 32 bits
+MASK_DTYPES = {torch.bool: "bool", torch.float32: "float32", **DTYPES}
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What the kernels are told beside q, k, v and out; checked, and None where it is not in use.
+
+    window: (left, right), None where unbounded. alibi_slopes (batch, heads) and learnable_sink (heads,) are float32,
+    attn_mask (batch, heads, query_len, key_len) uint8 or floating, all of any strides; cu_seqlens (sequences + 1,).
+    """
+
+    softmax_scale: float
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    learnable_sink: torch.Tensor | None = None
+    attn_mask: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One checked call, ready to launch: q, k, v, out with four dimensions and lse with three (packed sequences: a
+    batch of 1), of rows that start at multiples of 16 bytes."""
+
+    problem: Problem
+    tensors: tuple[torch.Tensor, ...]
+    options: Options
+
+    def spec(self, architecture: Architecture) -> ForwardSpec:
+        """The specification that ``architecture`` runs this call with: the table's, or what the user has tuned."""
+        problem = self.problem
+        spec = tiling.choose(problem.dtype, problem.head_dim, problem.value_dim, problem.features, architecture)
+        device = self.tensors[0].device
+        if device.type == "cuda" and TUNING in os.environ and problem.features in (FULL, CAUSAL):
+            from .explore import tuning
+
+            of = tuning.ProblemClass(spec.dtype, spec.head_dim, spec.value_dim, spec.causal)
+            return replace(spec, **(tuning.tuned(of, torch.cuda.get_device_name(device)) or {}))
+        return spec
+
+    def grid(self, spec: ForwardSpec) -> tuple[int, int, int]:
+        """The launch's thread blocks."""
+        return spec.grid(self.problem.batch, self.problem.heads, self.problem.query_len)
+
+    def values(self) -> tuple:
+        """The kernel's arguments, in the order of ``ForwardSpec.parameters``."""
+        problem, options = self.problem, self.options
+        scale, softcap = options.softmax_scale, options.softcap
+        return (
+            *self.tensors,
+            scale * LOG2_E,
+            problem.heads // problem.kv_heads,
+            *options.window,
+            softcap or None,
+            min(abs(scale) / softcap, FLOAT32_MAX) if softcap else None,
+            options.alibi_slopes,
+            options.learnable_sink,
+            options.attn_mask,
+            options.cu_seqlens_q,
+            options.cu_seqlens_k,
+        )
+
+    def parts(self) -> Iterator["Call"]:
+        """This call as several of no more sequences than a grid takes."""
+        if self.problem.features.varlen or self.problem.batch <= MAX_GRID_YZ:
+            yield self
+            return
+        for start in range(0, self.problem.batch, MAX_GRID_YZ):
+            here = slice(start, start + MAX_GRID_YZ)
+            tensors = tuple(x[here] for x in self.tensors)
+            options = replace(
+                self.options,
+                alibi_slopes=None if self.options.alibi_slopes is None else self.options.alibi_slopes[here],
+                attn_mask=None if self.options.attn_mask is None else self.options.attn_mask[here],
+            )
+            yield Call(replace(self.problem, batch=tensors[0].shape[0]), tensors, options)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of exact attention (FlashAttention-2, Dao 2023) with every option that the kernel has.
+
+    Arguments:
+        q: (batch, query_len, heads, head_dim), float16 or bfloat16. k: (batch, key_len, kv_heads, head_dim). v: (batch,
+            key_len, kv_heads, value_dim). Query head h reads KV head ``h // (heads // kv_heads)``. head_dim and
+            value_dim are multiples of 8 up to 256. With cu_seqlens: without the batch, sequences packed along the rows.
+        softmax_scale: finite, by default ``head_dim ** -0.5``: logits are ``softmax_scale * q k^T``.
+        window: (left, right): with ``offset = key_len - query_len`` query i sees keys from ``i + offset - left`` to
+            ``i + offset + right``; None is unbounded. Causal is (None, 0). right may be negative.
+        softcap: positive: logits become ``softcap * tanh(logits / softcap)``. 0: off.
+        alibi_slopes: (heads,) or (batch, heads), float32: ``slope * |i + offset - j|`` is subtracted from logits.
+        sink: (heads,), floating: one more logit of each row, without a value.
+        mask: broadcastable to (batch, heads, query_len, key_len): bool, True where a key takes part, or float32 or q's
+            dtype, added to the logits. Not with cu_seqlens.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32: sequence i is rows [cu[i], cu[i + 1]). What they hold is not
+            checked (that would wait for the device): it is clamped to the rows there are.
+    Returns:
+        out: (batch, query_len, heads, value_dim) in q's dtype, contiguous; or (rows, heads, value_dim).
+        lse: (batch, heads, query_len) float32, the natural logarithm of the sum of exponentials, sink included; or
+            (heads, rows). A row that sees no key gives 0 and -inf (or the sink). So does a row of no sequence.
+    Raises TypeError (type or dtype), ValueError (shape, stride, device, number), before anything is launched.
+    """
+    key = None
+    if alibi_slopes is sink is mask is cu_seqlens_q is cu_seqlens_k is None:
+        key = _plan_key(q, k, v, softmax_scale, window, softcap)
+        plan = _PLANS.get(key)
+        if plan is not None and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES:
+            return plan.run(q, k, v)
+    problem, options, inputs = check(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        mask=mask,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
+    keep = key is not None and q.is_cuda and problem.batch <= MAX_GRID_YZ and all(map(_rows_aligned, (q, k, v)))
+    out, lse, call = _allocated(problem, options, inputs)
+    if problem.key_len == 0 or problem.batch == 0:
+        out.zero_()
+        lse.fill_(-math.inf)
+        if sink is not None:
+            lse.copy_(options.learnable_sink[:, None].expand_as(lse))
+    elif out.numel():
+        architecture = architecture_of(q.device)
+        kernel = jit.compiled(call.spec(architecture), architecture)
+        launch(kernel, call)
+        if keep:
+            _keep(key, Plan(kernel.function, q.device, tuple(out.shape), tuple(lse.shape), call.values()[5:]))
+    return out, lse
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a call of some shapes and strides needs once those have been checked. Holds no tensor."""
+
+    function: Callable
+    device: torch.device
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    rest: tuple
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of tensors like those it was made for, at multiples of 16 bytes."""
+        out = torch.empty(self.out_shape, dtype=q.dtype, device=self.device)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        if torch.cuda.current_device() == self.device.index:
+            self.function(q, k, v, out, lse, *self.rest)
+        else:
+            with torch.cuda.device(self.device):
+                self.function(q, k, v, out, lse, *self.rest)
+        return out, lse
+
+
+MAX_PLANS = 4096  # a few MB; a program with more shapes than that checks some of them again
+_PLANS: dict[tuple, Plan] = {}
+
+
+def _keep(key: tuple, plan: Plan):
+    if len(_PLANS) >= MAX_PLANS:
+        _PLANS.clear()
+    _PLANS[key] = plan
+
+
+def _plan_key(q, k, v, softmax_scale, window, softcap) -> tuple | None:
+    """What the checks of a call without further tensors depend on, if it is one that a plan can be kept for.
+
+    A call waits for this: each attribute of a tensor costs it a tenth of a microsecond.
+    """
+    if not (type(q) is type(k) is type(v) is torch.Tensor and type(softcap) is float and type(window) is tuple):
+        return None
+    if type(softmax_scale) is not float and softmax_scale is not None:
+        return None  # True and 1.0 are one key, but not both are scales
+    device = q.get_device()
+    if device < 0 or k.get_device() != device or v.get_device() != device or q.is_neg() or k.is_neg() or v.is_neg():
+        return None
+    try:
+        shapes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+    except RuntimeError:  # sparse tensors have no strides
+        return None
+    return (device, q.dtype, k.dtype, v.dtype, shapes, softmax_scale, window, softcap)
+
+
+def check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+) -> tuple[Problem, Options, tuple[torch.Tensor, ...]]:
+    """(Problem, Options, (q, k, v)): ``attend``'s arguments checked, q, k, v with rows that start at 16 bytes."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, takes a torch.Tensor")
+    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    left, right = window_of(window)
+    softcap = softcap_of(softcap)
+    if mask is not None:
+        check_mask_kind(mask, q, varlen)
+    features = Features(
+        left=left is not None,
+        right=right is not None,
+        varlen=varlen,
+        softcap=softcap > 0.0,
+        alibi=alibi_slopes is not None,
+        sink=sink is not None,
+        mask=None if mask is None else MASK_DTYPES[mask.dtype],
+    )
+    sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, q) if varlen else 0
+    problem = Problem.of(q, k, v, features, sequences)
+    options = Options(
+        scale_of(softmax_scale, problem.head_dim),
+        # A window that reaches past every row stays one; what is beyond the rows must not overflow a sum.
+        (
+            left if left is None else min(left, problem.query_len + problem.key_len),
+            right if right is None else max(min(right, problem.query_len), -MAX_EXTENT),
+        ),
+        softcap,
+        None if alibi_slopes is None else slopes_of(alibi_slopes, problem, q),
+        None if sink is None else sink_of(sink, problem, q),
+        None if mask is None else mask_of(mask, problem),
+        None if cu_seqlens_q is None else dense_vector(cu_seqlens_q),
+        None if cu_seqlens_k is None else dense_vector(cu_seqlens_k),
+    )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.numel() and x.device.type in ("cuda", "cpu") and not x.data_ptr():
+            raise ValueError(f"{name}: got a {type(x).__name__} without memory of its own, takes one that has some")
+    return problem, options, (aligned(q), aligned(k), aligned(v))
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor, Call]:
+    """(out, lse, call): ``attend``'s arguments checked, its results allocated, nothing computed.
+
+    Launching ``call`` writes out and lse with the forward kernel; there must be a key and an element of out.
+    """
+    return _allocated(*check(q, k, v, **options))
+
+
+def _allocated(
+    problem: Problem, options: Options, inputs: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor, Call]:
+    q = inputs[0]
+    out = torch.empty((*q.shape[:-1], problem.value_dim), dtype=q.dtype, device=q.device)
+    rows = (problem.heads, problem.query_len)
+    varlen = problem.features.varlen
+    lse = torch.empty(rows if varlen else (problem.batch, *rows), dtype=torch.float32, device=q.device)
+    tensors = (*inputs, out, lse)
+    if varlen:
+        tensors = tuple(x.unsqueeze(0) for x in tensors)
+    return out, lse, Call(problem, tensors, options)
+
+
+def launch(kernel: jit.Kernel, call: Call):
+    """Run ``call`` on the device its tensors are on: torch's current stream there, or the emulator."""
+    device = call.tensors[0].device
+    for part in call.parts():
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                kernel.function(*part.values())
+        else:
+            from . import emulation
+
+            run = outside_dynamo(emulation.announce_and_run)
+            run(kernel, part.grid(kernel.spec), part.values(), key_tiles(part.problem, kernel.spec))
+
+
+def key_tiles(problem: Problem, spec: ForwardSpec) -> int:
+    """About how many steps a block makes."""
+    tiles = -(-problem.key_len // spec.tile_n)
+    if problem.features.varlen:
+        tiles = -(-tiles // max(problem.batch, 1))
+    if spec.causal and problem.query_len > spec.tile_m:
+        tiles = (tiles + 1) // 2
+    return tiles
+
+
+def outside_dynamo(function):
+    """``function``, which torch.compile must not trace: it would unroll the emulator. Loads no compiler to say so."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return function if dynamo is None else dynamo.disable(function)
+
+
+def architecture_of(device: torch.device) -> Architecture:
+    """What runs tensors on ``device``: the GPU's own, or sm_120 (in the emulator) for CPU tensors."""
+    if device.type == "cuda":
+        return arch.by_capability(*torch.cuda.get_device_capability(device))
+    if device.type == "cpu":
+        return arch.TARGET
+    raise ValueError(f"q: got device {device}, takes a CUDA or a CPU tensor")
+
+
+def dense_vector(x: torch.Tensor) -> torch.Tensor:
+    """``x`` (n,) with a stride of 1, which torch does not insist on where n is 1, but a compiled launcher does."""
+    return x.contiguous().as_strided(x.shape, (1,))
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or its contiguous copy where a row does not start at a multiple of 16 bytes.
+
+    The stride of an extent of 1 is never multiplied by anything but 0, so it is replaced rather than copied for.
+    """
+    x = x.resolve_neg()
+    if x.data_ptr() % VECTOR_BYTES == 0 and _rows_aligned(x):
+        return x
+    strides = [0 if extent == 1 else stride for extent, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    if x.data_ptr() % VECTOR_BYTES == 0 and _strides_aligned((*strides, 1)):
+        return x.as_strided(x.shape, (*strides, 1))
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _rows_aligned(x: torch.Tensor) -> bool:
+    """Whether the rows of ``x`` (..., length, heads, head_dim) start at multiples of 16 bytes if the first does."""
+    return _strides_aligned(x.stride())
+
+
+def _strides_aligned(strides: tuple[int, ...]) -> bool:
+    """Whether steps of ``strides`` (..., length, heads, 1) are multiples of 16 bytes, and rows not too far apart."""
+    return not any(stride % VECTOR_ELEMENTS for stride in strides[:-1]) and strides[-3] <= MAX_ROW_STRIDE
