@@ -28,6 +28,9 @@ from .spec import CAUSAL, FULL, MAX_GRID_YZ, VECTOR_ELEMENTS, Features, ForwardS
 TUNING = "FA2_CUTE_TUNING"  # names a file of tiles, see explore/tuning.py
 VECTOR_BYTES = 16  # what one cp.async moves
 MAX_ROW_STRIDE = 2**31 - VECTOR_ELEMENTS  # the kernel counts a row's bytes in 32 bits
+# From so many keys on, calls of at most so many queries, heads of a KV head counted, go to the kernels for KV caches
+# (kernels/decode.py): a tile of queries there is 64 rows, and below 1024 keys there is little to split.
+SPLIT_KEYS, SPLIT_ROWS = 1024, 64
 MASK_DTYPES = {torch.bool: "bool", torch.float32: "float32", **DTYPES}
 
 
@@ -164,6 +167,11 @@ def attend(
         cu_seqlens_k=cu_seqlens_k,
     )
     keep = key is not None and q.is_cuda and problem.batch <= MAX_GRID_YZ and all(map(_rows_aligned, (q, k, v)))
+    if _has_few_queries(problem):
+        plan = SplitPlan(options.softmax_scale, options.window, options.softcap)
+        if keep:
+            _keep(key, plan)
+        return plan.run(*inputs, alibi_slopes=alibi_slopes, sink=sink)
     out, lse, call = _allocated(problem, options, inputs)
     if problem.key_len == 0 or problem.batch == 0:
         out.zero_()
@@ -177,6 +185,49 @@ def attend(
         if keep:
             _keep(key, Plan(kernel.function, q.device, tuple(out.shape), tuple(lse.shape), call.values()[5:]))
     return out, lse
+
+
+def _has_few_queries(problem: Problem) -> bool:
+    """Whether the queries of the heads that share a KV head fill no more than a tile, and there are keys to split.
+
+    Then the kernels for KV caches are faster: they read K and V once for those heads, and split them over the GPU.
+    """
+    on = problem.features
+    if on.varlen or on.mask or problem.key_len < SPLIT_KEYS or not problem.heads:
+        return False
+    return 0 < problem.query_len * (problem.heads // problem.kv_heads) <= SPLIT_ROWS
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """A checked call with few queries: ``decode`` over keys that all exist."""
+
+    softmax_scale: float
+    window: tuple[int | None, int | None]
+    softcap: float
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        alibi_slopes: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of tensors whose rows start at multiples of 16 bytes."""
+        from .decode import decode
+
+        return decode(
+            q,
+            k,
+            v,
+            softmax_scale=self.softmax_scale,
+            window=self.window,
+            softcap=self.softcap,
+            alibi_slopes=alibi_slopes,
+            sink=sink,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,10 +253,10 @@ class Plan:
 
 
 MAX_PLANS = 4096  # a few MB; a program with more shapes than that checks some of them again
-_PLANS: dict[tuple, Plan] = {}
+_PLANS: dict[tuple, Plan | SplitPlan] = {}
 
 
-def _keep(key: tuple, plan: Plan):
+def _keep(key: tuple, plan: Plan | SplitPlan):
     if len(_PLANS) >= MAX_PLANS:
         _PLANS.clear()
     _PLANS[key] = plan

@@ -1,0 +1,264 @@
+"""Append and attention over a cache, in one call: launched, and as an operator for torch's tracers.
+
+``append_and_attend`` is the one door from the public functions to the kernels. A plain eager call goes straight there;
+where torch traces, compiles or fakes, it becomes ``torch.ops.fa2_cute.with_kvcache``, which says that it changes the
+caches, or ``torch.ops.fa2_cute.attend_kvcache``, which changes nothing, if there are no new tokens.
+"""
+
+import torch
+
+from . import ops
+from .append import prepare_append
+from .cache_call import CacheCall, window_of
+from .decode import prepare
+from .forward import architecture_of, dense_vector
+from .launch import VECTOR_BYTES, Recording, record
+
+_OPTIONS = (
+    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=True, Tensor? cache_seqlens=None, "
+    "SymInt? cache_seqlen=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, Tensor? block_table=None, "
+    "float? softmax_scale=None, bool causal=False, SymInt? window_left=None, SymInt? window_right=None, "
+    "float softcap=0.0, Tensor? alibi_slopes=None, SymInt num_splits=0, Tensor? k_descale=None, "
+    "Tensor? v_descale=None, Tensor? learnable_sink=None"
+)
+# The kernels take only some layouts, and a cache as it lies in memory: a compiler must not choose others.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+_library = torch.library.Library("fa2_cute", "FRAGMENT")
+_library.define(
+    f"with_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, *, {_OPTIONS}) "
+    "-> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+_library.define(
+    f"attend_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, *, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS
+)
+
+
+def append_and_attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    *,
+    cache_seqlens: int | torch.Tensor | None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    **options,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of ``flash_attn_with_kvcache``, whose arguments these are; inside and outside of torch's tracers."""
+    if ops._eager(q, k_cache, v_cache):
+        window = {"causal": causal, "window_size": window_size}
+        return _launch(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **window, **options)
+    given = isinstance(cache_seqlens, torch.Tensor)
+    lengths = {"cache_seqlens" if given else "cache_seqlen": cache_seqlens}
+    left, right = window_of(causal, window_size)
+    options |= {"causal": causal, "window_left": left, "window_right": right}
+    if k is None and v is None:
+        return torch.ops.fa2_cute.attend_kvcache.default(q, k_cache, v_cache, **lengths, **options)
+    return torch.ops.fa2_cute.with_kvcache.default(q, k_cache, v_cache, k, v, **lengths, **options)
+
+
+def _launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    *,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = True,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch as the last call like this one did, or check everything, launch and remember it."""
+    rows = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
+    others = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    factors = (alibi_slopes, learnable_sink, k_descale, v_descale)
+    options = (rotary_interleaved, softmax_scale, causal, softcap, num_splits)
+    key = _key(rows, (*others, *factors), window_size, options)
+    recording = None if key is None else _RECORDINGS.get(key)
+    if recording is not None:
+        return recording.run(_inputs(rows, others, factors))
+    call = CacheCall.of(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        causal=causal,
+        window_size=window_size,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+    plan = prepare(
+        q,
+        k_cache,
+        v_cache,
+        softmax_scale=softmax_scale,
+        window=call.window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sink=learnable_sink,
+        block_table=block_table,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        num_splits=num_splits,
+    )
+    lengths, launches = cache_seqlens, []
+    if not isinstance(lengths, torch.Tensor):
+        tokens = call.capacity if lengths is None else lengths
+        lengths = torch.full((call.batch,), tokens, dtype=torch.int32, device=q.device)
+    if k is not None:
+        appending = prepare_append(
+            k,
+            v,
+            k_cache,
+            v_cache,
+            lengths,
+            capacity=call.capacity,
+            q=q,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved,
+            ordered=call.ordered,
+            cache_batch_idx=cache_batch_idx,
+            block_table=block_table,
+            k_descale=call.k_descale,
+            v_descale=call.v_descale,
+        )
+        lengths = appending.lengths
+        q = q if appending.rotated is None else appending.rotated
+        launches += [] if appending.launch is None else [appending.launch]
+    architecture = architecture_of(q.device)
+    if plan.spec is None:  # no query, or no slot
+        for launch in launches:
+            launch.run(architecture)
+        return plan.run(q, lengths)
+    out = torch.empty((*q.shape[:3], v_cache.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    launches += plan.launches(q, dense_vector(lengths), out, lse)
+    for launch in launches:
+        launch.run(architecture)
+    if key is not None and (k is None or appending.launch is not None):
+        recording = record(launches, _inputs(rows, others, factors), (out, lse), architecture)
+        if recording is not None:
+            if len(_RECORDINGS) >= MAX_RECORDINGS:
+                _RECORDINGS.clear()
+            _RECORDINGS[key] = recording
+    return out, lse
+
+
+MAX_RECORDINGS = 4096  # some MB; a program with more kinds of calls than that checks some of them again
+PLAIN = {bool, int, float, type(None)}  # of options that a recording is kept for
+_RECORDINGS: dict[tuple, Recording] = {}
+
+
+def _key(rows: tuple, others: tuple, window, options: tuple) -> tuple | None:
+    """All that the checks of a call look at, or None for a call that is checked each time.
+
+    rows: tensors whose start matters, or None. A number in the place of a tensor, a tensor of another device or class,
+    one that requires grad or is a negated view, and options of unusual types are for the checks to say something about.
+    """
+    q = rows[0]
+    if type(q) is not torch.Tensor or not isinstance(others[0], torch.Tensor):
+        return None
+    device, start, parts = q.device, 0, []
+    for x in (*rows, *others):
+        if x is None:
+            parts.append(None)
+            continue
+        if type(x) is not torch.Tensor or x.requires_grad or x.device != device or x.layout is not torch.strided:
+            return None
+        parts.append((x.dtype, x.shape, x.stride()))
+    for x in rows:
+        if x is not None:
+            if x.is_neg():
+                return None
+            start |= x.data_ptr()
+    if start % VECTOR_BYTES:
+        return None
+    if type(window) is not tuple:
+        return None
+    kinds = tuple(map(type, (*window, *options)))  # True is not 1 here, though they are equal
+    if not PLAIN.issuperset(kinds):
+        return None
+    return (device, tuple(parts), window, options, kinds)
+
+
+def _inputs(rows: tuple, others: tuple, factors: tuple) -> tuple[torch.Tensor | None, ...]:
+    """What launches are recorded for: the tensors of a call as the kernels take them, where that takes no copy."""
+    q, k_cache, v_cache = rows[:3]
+    batch, heads, kv_heads = q.shape[0], q.shape[2], k_cache.shape[2]
+    slopes, sink, *descales = factors
+    slopes = slopes if slopes is None or slopes.dim() == 2 else slopes.expand(batch, heads)
+    descales = [x if x is None or x.dim() >= 2 else x.expand(batch, kv_heads) for x in descales]
+    # An append writes FP8 numbers, the attention reads bytes.
+    narrow = [x.view(torch.uint8) if x.element_size() == 1 else None for x in (k_cache, v_cache)]
+    return (*rows, *others, slopes, sink, *descales, *narrow)
+
+
+def _with_kvcache(q, k_cache, v_cache, k, v, *, cache_seqlens=None, cache_seqlen=None, **options):
+    """Either operator on CUDA and CPU tensors; opaque to a tracer, so the emulator is never traced."""
+    window = (options.pop("window_left", None), options.pop("window_right", None))
+    lengths = cache_seqlen if cache_seqlens is None else cache_seqlens
+    return _launch(q, k_cache, v_cache, k, v, cache_seqlens=lengths, window_size=window, **options)
+
+
+def _attend_kvcache(q, k_cache, v_cache, **options):
+    return _with_kvcache(q, k_cache, v_cache, None, None, **options)
+
+
+def _fake(q, k_cache, v_cache, *new, **options):
+    """Shapes, dtypes and devices of the results; wrong inputs are refused when the operator runs."""
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: got {x.dim()} dimensions {tuple(x.shape)}, takes 4")
+    batch, query_len, heads, _ = q.shape
+    out = q.new_empty((batch, query_len, heads, v_cache.shape[3]))
+    return out, q.new_empty((batch, heads, query_len), dtype=torch.float32)
+
+
+def _refusing_gradients(operator):
+    """``operator`` below autograd, for inputs that require none."""
+
+    def call(*arguments, **options):
+        inputs = (*arguments, *options.values())
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+            raise NotImplementedError(
+                "q, k_cache, v_cache: got a tensor that requires grad, takes tensors that do not (or a call under "
+                "torch.no_grad()): there is no backward pass through a cache"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments, **options)
+
+    return call
+
+
+for _name, _function in (("with_kvcache", _with_kvcache), ("attend_kvcache", _attend_kvcache)):
+    _library.impl(_name, _function, "CPU")
+    _library.impl(_name, _function, "CUDA")
+    _library.impl(_name, _refusing_gradients(getattr(torch.ops.fa2_cute, _name).default), "Autograd")
+    torch.library.register_fake(f"fa2_cute::{_name}", _fake, lib=_library)

@@ -1,0 +1,423 @@
+"""What the decode kernels are specialised on, and how many blocks share one sequence: plain data, no torch."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from .arch import KIB, Architecture
+from .parameters import Parameter, ScalarParameter, TensorParameter, vector
+from .spec import packed_tiles
+
+DTYPES = ("bfloat16", "float16")
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+SCALE_KINDS = ("unit", "sequence", "block")  # descale.Descale.KINDS
+SCALE_BLOCK = 128  # keys of a contiguous cache that share a "block" scale
+MAX_HEAD_DIM = 256
+MAX_SPLITS = 256  # the combining block keeps a weight for each
+VECTOR_BYTES = 16  # one cp.async, one row of an ldmatrix matrix
+WARP_M = 16  # rows of one mma.sync: what a warp computes
+WARP_COLUMNS = 128  # most columns of the output a warp: 64 accumulator registers beside up to 64 of Q
+COMBINE_THREADS = 128
+EPILOGUE_PAD = 8  # floats between rows of O in shared memory, so that the rows of a quad meet different banks
+
+# A ring for each group of warps: with three stages two tiles are in flight while one is used.
+MIN_STAGES, MAX_STAGES = 3, 6
+# Bytes of K and V that are worth a step's fixed cost. Smaller tiles in more stages beat larger ones in fewer (H200,
+# FP8, head_dim 128, 64 x 8192: 16 keys in 6 stages 261 us, 32 in 3 stages 296 us).
+STEP_BYTES = 4 * KIB
+# What a block takes on every architecture: the most that sm_120 gives. One such block keeps 64 KiB in flight, more than
+# an SM of an H200 needs (4.4 TB/s over 132 SMs times 1.2 us are 40).
+SHARED_BUDGET = 99 * KIB
+
+# Of the slots for blocks, or of the best filling of the last wave: nearer is not worth more splits.
+FULL_ENOUGH = 0.9
+STEPS_OF_SEVERAL = 16  # that a split has at least where an SM gets several blocks at a time
+
+# Probabilities in float16 are 2^7 of themselves: they may grow to 2^8 (softmax.RESCALE_SLACK), and 2^15 is still far
+# from 65504, while small ones keep seven bits more before they become subnormal (2^-14).
+P_EXPONENT = 7
+# A sum of probabilities over the scales of V, see kernels/decode.py: times 2^-36 it stays finite for scales from 2^-126
+# (the smallest normal number) to 2^90.
+SCALED_SUM_EXPONENT = -36
+LARGEST_SCALE = 2.0**90
+
+
+def _rows(name: str, dtype: str, width: int, element_bytes: int) -> TensorParameter:
+    """(batch or pages, length, heads, width): rows that start at multiples of 16 bytes."""
+    divisor = VECTOR_BYTES // element_bytes
+    return TensorParameter(name, dtype, (None, None, None, width), (None, None, None, 1), divisor=divisor)
+
+
+def _scales(name: str, kind: str) -> TensorParameter | None:
+    """(batch, kv_heads), or (rows of the cache, blocks, kv_heads)."""
+    dimensions = {"unit": 0, "sequence": 2, "block": 3}[kind]
+    return TensorParameter(name, "float32", (None,) * dimensions, (None,) * dimensions) if dimensions else None
+
+
+def out_parameter(dtype: str, value_dim: int) -> TensorParameter:
+    """(batch, query_len, heads, value_dim), contiguous."""
+    return TensorParameter("out", dtype, (None, None, None, value_dim), (None, None, None, 1), divisor=8, written=True)
+
+
+LSE = TensorParameter("lse", "float32", (None,) * 3, (None, None, 1), written=True)  # (batch, heads, query_len)
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """All that the decode kernel is specialised on: what is not here is a run-time argument.
+
+    dtype           "float16" or "bfloat16": of queries and output
+    cache_dtype     dtype, or "float8_e4m3fn" or "float8_e5m2"
+    head_dim        elements of a query or key row: a multiple of 8, of 16 for an FP8 cache; value_dim: of a value
+    warps_m         warps along the packed rows (query x head of one KV head), 16 each
+    warps_v         warps along the columns of V and the output; all of them compute all scores
+    warps_n         groups of warps_m x warps_v warps; each has a ring of tiles of its own and every ``warps_n``-th tile
+    tile_n          keys of a tile: 16 or 32, one bit of a word each
+    stages          tiles of a ring, at least 3
+    paged           rows of the cache are found through a page table
+    indexed         (not paged) through cache_batch_idx
+    leftpad         sequences begin at cache_leftpad
+    every_slot      the length of each sequence is the number of slots, and no lengths are read
+    varlen          queries packed along the rows, told apart by cumulative lengths
+    row_mask        rows see different keys: more than one query, and a bound on the left or the right
+    softcap, alibi, sink    as in the forward kernel
+    k_scale, v_scale        "unit", "sequence" or "block": what an FP8 cache is multiplied by
+    overlap         the kernel that combines may be launched before this one's end (sm_90 and later)
+    """
+
+    dtype: str
+    cache_dtype: str
+    head_dim: int
+    value_dim: int
+    warps_m: int
+    warps_v: int
+    warps_n: int
+    tile_n: int
+    stages: int
+    paged: bool = False
+    indexed: bool = False
+    leftpad: bool = False
+    every_slot: bool = False
+    varlen: bool = False
+    row_mask: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sink: bool = False
+    k_scale: str = "unit"
+    v_scale: str = "unit"
+    overlap: bool = False
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: got {self.dtype!r}, takes {' or '.join(map(repr, DTYPES))}")
+        if self.cache_dtype not in (self.dtype, *FP8_DTYPES):
+            raise ValueError(f"cache_dtype: got {self.cache_dtype!r}, takes {self.dtype!r} or a float8 type")
+        multiple = VECTOR_BYTES // self.cache_bytes
+        for name in ("head_dim", "value_dim"):
+            if getattr(self, name) % multiple or not 0 < getattr(self, name) <= MAX_HEAD_DIM:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)}, takes multiples of {multiple} from {multiple} to "
+                    f"{MAX_HEAD_DIM} for a cache of {self.cache_dtype}"
+                )
+        for name in ("warps_m", "warps_v", "warps_n"):
+            if getattr(self, name) not in (1, 2, 4, 8):
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1, 2, 4 or 8")
+        if self.tile_n not in (16, 32):
+            raise ValueError(f"tile_n: got {self.tile_n}, takes 16 or 32")
+        if self.stages < MIN_STAGES:
+            raise ValueError(f"stages: got {self.stages}, takes {MIN_STAGES} or more")
+        for name in ("k_scale", "v_scale"):
+            if getattr(self, name) not in SCALE_KINDS:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes one of {', '.join(SCALE_KINDS)}")
+            if getattr(self, name) != "unit" and not self.fp8:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes 'unit' with a cache of 16-bit numbers")
+        if self.paged and self.indexed:
+            raise ValueError("indexed: got True with paged, takes one of the two")
+
+    @property
+    def title(self) -> str:
+        """One line for a person: "decode, bfloat16, head_dim 128, paged, 16 rows"."""
+        width = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        cache = f"{self.cache_dtype} cache, " if self.fp8 else ""
+        paged = "paged, " if self.paged else ""
+        return f"decode, {self.dtype}, {cache}head_dim {width}, {paged}{self.tile_m} rows on {self.threads // 32} warps"
+
+    @property
+    def fp8(self) -> bool:
+        return self.cache_dtype in FP8_DTYPES
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of one element of the cache."""
+        return 1 if self.fp8 else 2
+
+    @property
+    def logits(self) -> bool:
+        """Whether the softmax sees logits; else raw scores, which it scales itself."""
+        return self.fp8 or self.softcap or self.alibi
+
+    @property
+    def sum_exponent(self) -> int:
+        """A row's sum is 2^-sum_exponent times the sum of its probabilities."""
+        p_exponent = P_EXPONENT if self.mma_dtype == "float16" else 0
+        return -p_exponent - self.output_exponent
+
+    @property
+    def output_exponent(self) -> int:
+        """A row's output is 2^output_exponent times the quotient of its accumulator and its sum."""
+        return SCALED_SUM_EXPONENT if self.v_scale == "block" else 0
+
+    @property
+    def mma_dtype(self) -> str:
+        """What the MMAs multiply: every FP8 number is a float16."""
+        return "float16" if self.fp8 else self.dtype
+
+    @property
+    def tile_m(self) -> int:
+        """Packed rows of a block."""
+        return WARP_M * self.warps_m
+
+    @property
+    def group_threads(self) -> int:
+        """Threads that share a ring."""
+        return 32 * self.warps_m * self.warps_v
+
+    @property
+    def threads(self) -> int:
+        return self.group_threads * self.warps_n
+
+    def width(self, dim: int, warps: int = 1) -> int:
+        """Bytes of a row of ``dim`` elements in shared memory: whole steps of one ldmatrix.x4, 32 bytes, a warp."""
+        step = 32 * warps
+        return -(-dim * self.cache_bytes // step) * step
+
+    @property
+    def key_bytes(self) -> int:
+        return self.width(self.head_dim)
+
+    @property
+    def value_bytes(self) -> int:
+        return self.width(self.value_dim, self.warps_v)
+
+    @property
+    def value_width(self) -> int:
+        """Elements of a padded value row, and columns of the accumulator."""
+        return self.value_bytes // self.cache_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """K and V of one tile."""
+        return self.tile_n * (self.key_bytes + self.value_bytes)
+
+    @property
+    def ring_bytes(self) -> int:
+        """The rings of K, then those of V."""
+        return self.warps_n * self.stages * self.stage_bytes
+
+    @property
+    def value_rings(self) -> int:
+        """Where in shared memory the rings of V begin, behind those of K."""
+        return self.warps_n * self.stages * self.tile_n * self.key_bytes
+
+    @property
+    def output_pitch(self) -> int:
+        """Floats from row to row of O in shared memory."""
+        return self.value_width + EPILOGUE_PAD
+
+    @property
+    def epilogue_bytes(self) -> int:
+        """O of every warp in float32, then the reference and the sum of its rows."""
+        return self.warps_n * self.tile_m * (self.output_pitch + 2) * 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the rings, and in their place at the end the parts to merge."""
+        return max(self.ring_bytes, self.epilogue_bytes)
+
+    @property
+    def combining(self) -> "CombineSpec":
+        """What combines this kernel's splits."""
+        return CombineSpec(self.dtype, self.value_dim, self.sum_exponent, self.output_exponent, self.sink, self.overlap)
+
+    def tiles_m(self, rows):
+        """Blocks for ``rows`` packed rows. Takes Python and DSL integers alike."""
+        return (rows + self.tile_m - 1) // self.tile_m
+
+    def grid(self, batch, query_len, heads, kv_heads, splits):
+        """Thread blocks of a launch (x, y, z): KV heads of each sequence, row tiles, splits.
+
+        KV heads come first: their rows of a key lie side by side in memory, and blocks that start together read them
+        together. With ``varlen`` x has the row tiles of all sequences, some of them idle, and ``query_len`` counts all
+        queries. Takes Python integers (emulator) and DSL integers (launch code) alike.
+        """
+        rows = query_len * (heads // kv_heads)
+        if self.varlen:
+            return (packed_tiles(batch, rows, self.tile_m) * kv_heads, 1, splits)
+        return (batch * kv_heads, self.tiles_m(rows), splits)
+
+    def parameters(self) -> tuple[Parameter | None, ...]:
+        """The kernel's arguments in order; what this specification does not need is None."""
+        cache = "uint8" if self.fp8 else self.dtype
+        return (
+            _rows("q", self.dtype, self.head_dim, 2),
+            _rows("k_cache", cache, self.head_dim, self.cache_bytes),
+            _rows("v_cache", cache, self.value_dim, self.cache_bytes),
+            out_parameter(self.dtype, self.value_dim),
+            LSE,
+            *partial_parameters(self.value_dim, written=True),
+            None if self.every_slot else vector("cache_seqlens", "int32"),
+            vector("cu_seqlens_q", "int32") if self.varlen else None,
+            TensorParameter("block_table", "int32", (None, None), (None, None)) if self.paged else None,
+            vector("cache_batch_idx", "int32") if self.indexed else None,
+            vector("cache_leftpad", "int32") if self.leftpad else None,
+            _scales("k_descale", self.k_scale),
+            _scales("v_descale", self.v_scale),
+            TensorParameter("alibi_slopes", "float32", (None, None), (None, None)) if self.alibi else None,
+            vector("learnable_sink", "float32") if self.sink else None,
+            ScalarParameter("scale", "float32"),
+            ScalarParameter("softcap", "float32") if self.softcap else None,
+            ScalarParameter("window_left", "int32"),
+            ScalarParameter("window_right", "int32"),
+            ScalarParameter("splits", "int32"),
+        )
+
+    def build(self) -> Any:
+        """The kernel's launch code, for ``cute.compile``. Loads the compiler."""
+        from .kernels.decode import Decode
+
+        return Decode(self)
+
+
+def partial_parameters(value_dim: int, *, written: bool) -> tuple[Parameter, ...]:
+    """What splits leave for the kernel that combines them, float32: kernels/partial.py says what it is.
+
+    partial_out (splits, rows, value_dim) and partial_state (splits, rows, 2), rows being batch x query_len x heads.
+    """
+    strides = (None, value_dim, 1)
+    return (
+        TensorParameter("partial_out", "float32", (None, None, value_dim), strides, divisor=4, written=written),
+        TensorParameter("partial_state", "float32", (None, None, 2), (None, 2, 1), divisor=2, written=written),
+    )
+
+
+@dataclass(frozen=True)
+class CombineSpec:
+    """All that the kernel which combines splits is specialised on.
+
+    dtype           of the output
+    value_dim       elements of an output row
+    sum_exponent, output_exponent    of ``DecodeSpec``
+    sink            a row has one more logit
+    overlap         of ``DecodeSpec``
+    """
+
+    dtype: str
+    value_dim: int
+    sum_exponent: int = 0
+    output_exponent: int = 0
+    sink: bool = False
+    overlap: bool = False
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: got {self.dtype!r}, takes {' or '.join(map(repr, DTYPES))}")
+        if self.value_dim % 8 or not 0 < self.value_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"value_dim: got {self.value_dim}, takes multiples of 8 from 8 to {MAX_HEAD_DIM}")
+
+    @property
+    def title(self) -> str:
+        """One line for a person."""
+        return f"combining splits, {self.dtype}, value_dim {self.value_dim}"
+
+    @property
+    def threads(self) -> int:
+        return COMBINE_THREADS
+
+    @property
+    def lanes(self) -> int:
+        """Threads that share a row of one split, four floats each: a power of two."""
+        return 1 << (self.value_dim // 4 - 1).bit_length()
+
+    @property
+    def groups(self) -> int:
+        """Splits that are read side by side."""
+        return self.threads // self.lanes
+
+    @property
+    def shared_bytes(self) -> int:
+        """The splits' weights, the row's reference and sum, and each group's part of the row."""
+        return 4 * (MAX_SPLITS + self.groups * self.lanes * 4)
+
+    def grid(self, rows):
+        """Thread blocks of a launch (x, y, z): one a row. Takes Python and DSL integers alike."""
+        return (rows, 1, 1)
+
+    def parameters(self) -> tuple[Parameter | None, ...]:
+        """The kernel's arguments in order; what this specification does not need is None."""
+        return (
+            *partial_parameters(self.value_dim, written=False),
+            out_parameter(self.dtype, self.value_dim),
+            LSE,
+            vector("learnable_sink", "float32") if self.sink else None,
+            ScalarParameter("scale_log2", "float32"),
+        )
+
+    def build(self) -> Any:
+        """The kernel's launch code, for ``cute.compile``. Loads the compiler."""
+        from .kernels.combine import Combine
+
+        return Combine(self)
+
+
+def choose(dtype: str, cache_dtype: str, head_dim: int, value_dim: int, rows: int, **options: bool | str) -> DecodeSpec:
+    """The specification for ``rows`` packed rows (query_len x query heads of a KV head).
+
+    Up to 16 rows fill one MMA, and four warps share the keys, each with its own tiles: the work is memory's. More rows
+    are four warps' own, 16 each, over the same keys, in blocks of 64. Wide values are two warps' work, or their
+    accumulators would not fit the registers. Tiles are as long as the stages that must be in
+    flight leave them; where not even 16 keys fit, fewer warps share the keys.
+    """
+    warps_m, warps_n = (1, 4) if rows <= WARP_M else (4, 1)
+    warps_v = 1 if value_dim <= WARP_COLUMNS else 2
+    if warps_v * warps_n > 4:
+        warps_n //= warps_v
+    while True:
+        for tile_n in (32, 16):
+            tiles = (warps_m, warps_v, warps_n, tile_n, MIN_STAGES)
+            spec = DecodeSpec(dtype, cache_dtype, head_dim, value_dim, *tiles, **options)
+            longer_than_worth = tile_n > 16 and warps_m == 1 and spec.stage_bytes >= 2 * STEP_BYTES
+            if spec.shared_bytes <= SHARED_BUDGET and not longer_than_worth:
+                stages = min(MAX_STAGES, SHARED_BUDGET // (spec.warps_n * spec.stage_bytes))
+                return dataclasses.replace(spec, stages=stages)
+        warps_n //= 2
+
+
+def choose_splits(spec: DecodeSpec, arch: Architecture, sms: int, blocks: int, capacity: int) -> int:
+    """How many splits of each sequence use a GPU of ``sms`` SMs best, from what the host knows.
+
+    Arguments:
+        blocks: those of a launch with one split. capacity: the most keys that a sequence can have.
+
+    One block keeps an SM's share of the memory busy: more of them at a time gain nothing (H200: 1 x 8192 with 8 KV
+    heads takes 14.7 us in 16 splits and 15.8 in 32), and their parts cost their combination. FP8 must be converted as
+    well: there as many as an SM holds are worth it, where each then still has steps enough (H200, 16 x 8192: 79 us in 1
+    split, 73 in 2).
+    """
+    keys_a_step = spec.warps_n * spec.tile_n
+    if spec.fp8:
+        held = arch.shared_sm_bytes // (spec.shared_bytes + arch.shared_reserved_bytes)
+        most = capacity // (STEPS_OF_SEVERAL * keys_a_step)
+        splits = _splits_that_fill(sms * held, blocks, MAX_SPLITS)
+        if splits <= most:
+            return splits
+    return _splits_that_fill(sms, blocks, min(MAX_SPLITS, capacity // keys_a_step))
+
+
+def _splits_that_fill(slots: int, blocks: int, most: int) -> int:
+    """The smallest number up to ``most`` whose last wave of blocks is full to 90% of the best: what of it is empty is
+    wasted."""
+    if blocks >= slots * FULL_ENOUGH:
+        return 1
+    filled = {n: blocks * n / (-(-blocks * n // slots) * slots) for n in range(1, max(1, most) + 1)}
+    enough = FULL_ENOUGH * max(filled.values())
+    return min(n for n, part in filled.items() if part >= enough)

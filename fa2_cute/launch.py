@@ -1,0 +1,139 @@
+"""Launches as plain data; and sequences of them that are recorded, to be launched again on other tensors unchecked.
+
+Checking a call over a cache and choosing its kernels takes Python longer than a GPU takes for a short one. What a check
+says depends on shapes, strides, dtypes and options alone, and a decode loop repeats those.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import jit
+from .arch import Architecture
+from .forward import outside_dynamo
+
+VECTOR_BYTES = 16  # rows start at multiples of it
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One kernel's. ``values`` are those of ``spec.parameters()``; grid and the most steps of a block are what the
+    emulator is told."""
+
+    spec: jit.Specification
+    grid: tuple[int, int, int]
+    steps: int
+    values: tuple[torch.Tensor | float | int | None, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return next(value.device for value in self.values if isinstance(value, torch.Tensor))
+
+    def function(self, architecture: Architecture) -> Callable:
+        """What launches on ``values``, or others like them, on the current device and stream."""
+        kernel = jit.compiled(self.spec, architecture)
+        if self.device.type == "cuda":
+            return kernel.function
+        from . import emulation
+
+        grid, steps = self.grid, self.steps
+        return lambda *values: outside_dynamo(emulation.announce_and_run)(kernel, grid, values, steps)
+
+    def run(self, architecture: Architecture):
+        with on_device(self.device):
+            self.function(architecture)(*self.values)
+
+
+def on_device(device: torch.device):
+    """Where launches go, for a with statement."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A launch without its tensors: values with None in their places, which are (position, number in the pool)."""
+
+    function: Callable
+    values: tuple[Any, ...]
+    places: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """The launches of a call for tensors like those of the call that was recorded. Holds no tensor.
+
+    fresh       shapes and dtypes of what a call allocates; they follow the inputs in the pool
+    results     which of them the call returns
+    """
+
+    device: torch.device
+    steps: tuple[Step, ...]
+    fresh: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    results: tuple[int, ...]
+
+    def run(self, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+        """Launch on ``inputs``, in the order of those that were recorded."""
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            with on_device(self.device):
+                return self._run(inputs)
+        return self._run(inputs)
+
+    def _run(self, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+        fresh = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.fresh]
+        pool = [*inputs, *fresh]
+        for step in self.steps:
+            values = list(step.values)
+            for position, number in step.places:
+                values[position] = pool[number]
+            step.function(*values)
+        return tuple(fresh[number] for number in self.results)
+
+
+def record(
+    launches: Sequence[Launch],
+    inputs: Sequence[torch.Tensor | None],
+    results: Sequence[torch.Tensor],
+    architecture: Architecture,
+) -> Recording | None:
+    """A recording of ``launches``, or None where they work on something that is neither an input nor made for the call.
+
+    What a kernel writes to and is no input is made for the call. Any other tensor must be one of the inputs as it is:
+    where it was copied or converted, or two inputs are one tensor, a later call could not be told what to do.
+    """
+    fresh: list[torch.Tensor] = []
+    steps = []
+    for launch in launches:
+        places = []
+        for position, (parameter, value) in enumerate(zip(launch.spec.parameters(), launch.values, strict=True)):
+            if not isinstance(value, torch.Tensor):
+                continue
+            matches = [i for i, x in enumerate([*inputs, *fresh]) if x is not None and _stands_for(value, x)]
+            if not matches and parameter.written:
+                matches = [len(inputs) + len(fresh)]
+                fresh.append(value)
+            if len(matches) != 1:
+                return None
+            places.append((position, matches[0]))
+        values = tuple(None if isinstance(value, torch.Tensor) else value for value in launch.values)
+        function = Launch(launch.spec, launch.grid, launch.steps, launch.values).function(architecture)
+        steps.append(Step(function, values, tuple(places)))
+    shown = [[i for i, x in enumerate(fresh) if _stands_for(result, x)] for result in results]
+    if any(len(found) != 1 for found in shown):
+        return None
+    made = tuple((tuple(x.shape), x.dtype) for x in fresh)
+    return Recording(results[0].device, tuple(steps), made, tuple(found[0] for found in shown))
+
+
+def _stands_for(value: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether x can be passed for ``value``: the same memory, seen the same way but for strides that do not count."""
+    if value.data_ptr() != x.data_ptr() or value.dtype != x.dtype or value.shape != x.shape or not x.numel():
+        return False
+    *outer, last = zip(x.shape, value.stride(), x.stride(), strict=True)
+    idle = all(
+        ours == theirs or (extent == 1 and theirs * x.element_size() % VECTOR_BYTES == 0)
+        for extent, ours, theirs in outer
+    )
+    return idle and last[1] == last[2]

@@ -1,0 +1,130 @@
+"""Recorded calls: a second call like the first is launched unchecked, on its own tensors; one unlike it is checked."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kvcases import SETTINGS, Case, make
+from test_kvcache import CALLS, check
+
+from fa2_cute import cache_ops
+from fa2_cute.kvcache import append_to_kvcache, flash_attn_with_kvcache
+
+CASE = Case(SETTINGS[0], (2, 5, 7), new_len=1, kv_heads=2)
+
+
+class Checked(Exception):
+    """A call was checked that should have been launched as recorded."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_recorded(monkeypatch):
+    monkeypatch.setattr(cache_ops, "_RECORDINGS", {})
+
+
+def recorded():
+    return len(cache_ops._RECORDINGS)
+
+
+def refuse_checks(monkeypatch):
+    def of(*arguments, **options):
+        raise Checked
+
+    monkeypatch.setattr(cache_ops.CacheCall, "of", of)
+
+
+def arguments(case, **changes):
+    t = make(case)
+    plain = {"q": t.q, "k_cache": t.cache.k, "v_cache": t.cache.v, "k": t.k, "v": t.v, "cache_seqlens": t.seqlens}
+    return {**plain, **changes}
+
+
+@pytest.mark.parametrize(("setting", "options"), CALLS)
+def test_a_recorded_call_is_right_on_other_tensors(setting, options, monkeypatch):
+    """Other numbers, lengths, pages and padding; the judge of the first call judges the second."""
+    first = Case(setting, (0, 5, 9, 40), new_len=3, query_len=2, kv_heads=2, length=16, width=2)
+    check(first, options)
+    assert recorded() == 1
+    refuse_checks(monkeypatch)
+    check(replace(first, seqlens=(20, 0, 3, 28), missing=True, seed=1), options)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"causal": True},
+        {"window_size": (3, -1)},
+        {"softmax_scale": 0.5},
+        {"softcap": 2.0},
+        {"num_splits": 2},
+        {"k": None, "v": None},
+        {"cache_leftpad": torch.zeros(3, dtype=torch.int32)},
+        {"learnable_sink": torch.zeros(4)},
+        {"alibi_slopes": torch.zeros(4)},
+        {"q": torch.zeros(3, 2, 4, 64).bfloat16()},
+        {"q": torch.zeros(3, 4, 1, 64).bfloat16().transpose(1, 2)},
+        {"q": torch.zeros(3, 1, 4, 64).half()},
+        {"q": torch.zeros(3, 1, 4, 64).bfloat16().requires_grad_()},
+        {"q": torch._neg_view(torch.zeros(3, 1, 4, 64).bfloat16())},
+        {"q": torch.zeros(3 * 4 * 64 + 1).bfloat16()[1:].view(3, 1, 4, 64)},
+        {"k_cache": torch.zeros(5 * 8 * 2 * 64 + 1).bfloat16()[1:].view(5, 8, 2, 64)},
+        {"cache_seqlens": 3},
+        {"cache_seqlens": torch.zeros(3, dtype=torch.int64)},
+        {"cache_seqlens": torch.zeros(6, dtype=torch.int32)[::2]},
+        {"causal": 0},
+        {"num_splits": True},
+        {"window_size": [-1, -1]},
+        {"window_size": (-1, [])},
+        {"softmax_scale": [1.0]},
+        {"softcap": torch.zeros(())},
+    ],
+    ids=lambda changes: " and ".join(changes),
+)
+def test_a_call_unlike_it_is_checked(changes, monkeypatch):
+    flash_attn_with_kvcache(**arguments(CASE))
+    assert recorded() == 1
+    refuse_checks(monkeypatch)
+    flash_attn_with_kvcache(**arguments(CASE))
+    with pytest.raises(Checked):
+        flash_attn_with_kvcache(**arguments(CASE, **changes))
+
+
+def test_tensors_that_are_the_same_are_not_recorded():
+    """Keys as values: which of the two a place was for cannot be told, and the next call's may differ."""
+    given = arguments(CASE)
+    flash_attn_with_kvcache(**{**given, "v": given["k"]})
+    assert recorded() == 0
+    expected = flash_attn_with_kvcache(**arguments(CASE))
+    assert recorded() == 1
+    assert torch.equal(flash_attn_with_kvcache(**arguments(CASE)), expected)
+
+
+def test_an_input_that_is_copied_or_converted_is_not_recorded():
+    flash_attn_with_kvcache(**arguments(CASE, learnable_sink=torch.ones(4).bfloat16()))
+    assert recorded() == 0
+    flash_attn_with_kvcache(**arguments(CASE, cache_seqlens=torch.zeros(6, dtype=torch.int32)[::2]))
+    assert recorded() == 0
+    flash_attn_with_kvcache(**arguments(CASE, learnable_sink=torch.ones(4)))
+    assert recorded() == 1
+
+
+def test_an_append_alone_and_no_queries():
+    given = arguments(CASE)
+    del given["q"]
+    append_to_kvcache(**given)
+    assert torch.equal(given["k_cache"][1, 5], given["k"][1, 0])
+    assert recorded() == 0
+
+
+def test_recordings_hold_no_tensor():
+    flash_attn_with_kvcache(**arguments(CASE))
+    ((_, recording),) = cache_ops._RECORDINGS.items()
+    values = [value for step in recording.steps for value in step.values]
+    assert not any(isinstance(value, torch.Tensor) for value in values)
+
+
+def test_not_more_than_so_many_are_kept(monkeypatch):
+    monkeypatch.setattr(cache_ops, "MAX_RECORDINGS", 2)
+    for scale in (0.1, 0.2, 0.3):
+        flash_attn_with_kvcache(**arguments(CASE, softmax_scale=scale))
+    assert recorded() == 1
