@@ -11,15 +11,28 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOME = {"flash_attn_func": "fa2_cute.attention"}
+_HOME = {
+    "flash_attn_func": "attention",
+    "flash_attn_kvpacked_func": "attention",
+    "flash_attn_qkvpacked_func": "attention",
+    "flash_attn_varlen_func": "attention",
+    "flash_attn_varlen_kvpacked_func": "attention",
+    "flash_attn_varlen_qkvpacked_func": "attention",
+    "flash_attn_with_kvcache": "kvcache",
+    "append_to_kvcache": "kvcache",
+    "quantize_kv": "quantize",
+    "PagedKVCache": "serving",
+    "scaled_dot_product_attention": "sdpa",
+    "sdpa_kernel": "sdpa",
+}
 
-__all__ = ["__version__", "flash_attn_func"]
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

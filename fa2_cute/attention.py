@@ -1,20 +1,13 @@
-"""What a person calls: flash-attn's functions on torch tensors."""
+"""What a person calls: flash-attn's forward functions (version 2.8) on torch tensors.
 
-import math
+Six ways to hand over queries, keys and values, one meaning; ``ops.attend`` does the work.
+"""
+
 import numbers
-import sys
 
 import torch
 
-from . import arch, jit, tiling
-from .arch import Architecture
-from .problem import Problem
-from .spec import MAX_GRID_YZ
-
-LOG2_E = math.log2(math.e)  # the kernel's softmax is in base 2
-FLOAT32_MAX = torch.finfo(torch.float32).max
-VECTOR_BYTES, VECTOR_ELEMENTS = 16, 8  # what one cp.async moves of a 16-bit type
-MAX_ROW_STRIDE = 2**34 - VECTOR_ELEMENTS  # the kernel counts a row's 16-byte vectors in 31 bits
+from . import ops
 
 
 def flash_attn_func(
@@ -24,157 +17,282 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
     return_softmax_lse: bool = False,
+    learnable_sink: torch.Tensor | None = None,
 ):
-    """Exact attention ``softmax(softmax_scale * q k^T + mask) v`` (FlashAttention-2, Dao 2023).
+    """Exact attention ``softmax(softmax_scale * q k^T + mask) v`` (FlashAttention-2, Dao 2023, arXiv:2307.08691).
 
-    Arguments (names and meaning of flash-attn's ``flash_attn_func``):
-        q: (batch, query_len, heads, head_dim), float16 or bfloat16, head_dim 64 or 128.
-        k, v: (batch, key_len, kv_heads, head_dim), same dtype and device; kv_heads divides heads, and query head h
+    Arguments (names, order and meaning of flash-attn's ``flash_attn_func``; the last two are this package's own):
+        q: (batch, query_len, heads, head_dim), float16 or bfloat16, head_dim a multiple of 8 from 8 to 256.
+        k: (batch, key_len, kv_heads, head_dim), same dtype and device; kv_heads divides heads, and query head h
             reads KV head ``h // (heads // kv_heads)``.
+        v: (batch, key_len, kv_heads, value_dim), value_dim a multiple of 8 from 8 to 256.
+        dropout_p: 0.0 only.
         softmax_scale: finite number, by default ``head_dim ** -0.5``.
         causal: query i sees keys ``j <= i + key_len - query_len`` (aligned to the bottom right).
-        window_size: (-1, -1), or (-1, 0), which is ``causal``.
+        window_size: (left, right): query i sees keys ``i + key_len - query_len - left <= j <= i + key_len - query_len
+            + right``; -1 or None is unbounded. ``causal`` makes right 0.
+        softcap: above 0, logits are ``softcap * tanh(logit / softcap)`` (Gemma 2, arXiv:2408.00118, section 2).
+        alibi_slopes: (heads,) or (batch, heads), float32: ``slope * |i + key_len - query_len - j|`` is subtracted from
+            the logits (Press et al. 2022, arXiv:2108.12409).
         deterministic: accepted; the forward pass always is.
-        return_softmax_lse: also return the logsumexp.
         return_attn_probs: return (out, lse, None), as flash-attn's callers unpack it without dropout.
+        return_softmax_lse: return (out, lse).
+        learnable_sink: (heads,), float32 or 16 bits: one more logit a head, which takes its share of the weights and
+            has no value (the sinks of GPT-OSS); part of the logsumexp.
     Returns:
-        out (batch, query_len, heads, head_dim) in q's dtype, contiguous; with ``return_softmax_lse`` (out, lse), lse
-        (batch, heads, query_len) float32, natural logarithm. A query that sees no key gets 0 and -inf (flash-attn's
-        logsumexp is +inf there). Where v holds an infinity or NaN, queries that see that key get what float64 gives,
-        and queries of the same KV head that do not see it may get NaN (0 * inf).
+        out (batch, query_len, heads, value_dim) in q's dtype, contiguous; lse (batch, heads, query_len) float32,
+        natural logarithm. A query that sees no key gets 0 and -inf (flash-attn's logsumexp is +inf there), or with a
+        sink 0 and the sink's logit. Where v holds an infinity or NaN, queries that see that key get what float64
+        gives, and queries of the same KV head that do not see it may get NaN (0 * inf).
         Scores and sums of weighted values are float32 inside: where they pass 2^128, so does the result.
 
     Any strides are taken as long as the last is 1. A tensor whose start or whose strides are not multiples of 16 bytes
     is copied first. CUDA tensors run on torch's current stream without synchronising; CPU tensors run the sm_120a
-    kernel in the emulator.
+    kernel in the emulator. Under ``torch.autocast``, q, k and v are cast to its dtype.
 
     Before anything is launched it raises TypeError (an argument of the wrong type or dtype), ValueError (a shape,
     stride, device or number that is not taken) or NotImplementedError (an option that is not there yet, or inputs that
     require grad).
     """
-    _refuse_unsupported(
-        dropout_p=(dropout_p, 0.0),
-        softcap=(softcap, 0.0),
-        alibi_slopes=(alibi_slopes, None),
-    )
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    out, lse = ops.attend(q, k, v, **options)
+    return _results(out, lse, return_attn_probs, return_softmax_lse)
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_softmax_lse: bool = False,
+    learnable_sink: torch.Tensor | None = None,
+):
+    """``flash_attn_func`` with keys and values in one tensor, read in place.
+
+    kv: (batch, key_len, 2, kv_heads, head_dim). All else as ``flash_attn_func`` has it.
+    """
+    k, v = _unpack("kv", kv, 5)
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    out, lse = ops.attend_named({"k": "kv", "v": "kv"}, q, k, v, **options)
+    return _results(out, lse, return_attn_probs, return_softmax_lse)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_softmax_lse: bool = False,
+    learnable_sink: torch.Tensor | None = None,
+):
+    """``flash_attn_func`` with queries, keys and values in one tensor, read in place.
+
+    qkv: (batch, length, 3, heads, head_dim). All else as ``flash_attn_func`` has it.
+    """
+    q, k, v = _unpack("qkv", qkv, 5)
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    out, lse = ops.attend_named({"q": "qkv", "k": "qkv", "v": "qkv"}, q, k, v, **options)
+    return _results(out, lse, return_attn_probs, return_softmax_lse)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    return_softmax_lse: bool = False,
+    learnable_sink: torch.Tensor | None = None,
+):
+    """``flash_attn_func`` on sequences of different lengths, packed one after the other.
+
+    Arguments:
+        q: (total_q, heads, head_dim); k: (total_k, kv_heads, head_dim); v: (total_k, kv_heads, value_dim).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on q's device. Sequence b has the queries
+            ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]`` and the keys of the same range in ``cu_seqlens_k``; lengths of
+            0 are taken. The host never reads them: entries that are not monotone give undefined results for the
+            sequences they belong to, entries outside the tensors are clamped to them, and nothing outside is read or
+            written.
+        max_seqlen_q, max_seqlen_k: accepted; no result depends on them.
+        block_table: (batch, pages a sequence) int32: key s of sequence b is row ``s % page_size`` of page
+            ``block_table[b, s // page_size]``; k is (pages, page_size, kv_heads, head_dim) and v (pages, page_size,
+            kv_heads, value_dim), of any page size, and differences of ``cu_seqlens_k`` are the lengths. Pages outside
+            of k are taken for keys that are not there.
+        alibi_slopes: (heads,) or (batch, heads) float32.
+    Returns:
+        out (total_q, heads, value_dim) and lse (heads, total_q) float32. Rows of q that belong to no sequence get 0
+        and -inf. All else as ``flash_attn_func`` has it, with each sequence's own lengths.
+    """
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    lengths = _lengths(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if block_table is None:
+        out, lse = ops.attend(q, k, v, **lengths, **options)
+    else:
+        hint = max_seqlen_q if isinstance(max_seqlen_q, int) else None
+        pages = {"block_table": block_table, "max_seqlen_q": hint}
+        out, lse = ops.attend_named({"k_cache": "k", "v_cache": "v"}, q, k, v, **lengths, **pages, **options)
+    return _results(out, lse, return_attn_probs, return_softmax_lse)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_softmax_lse: bool = False,
+    learnable_sink: torch.Tensor | None = None,
+):
+    """``flash_attn_varlen_func`` with keys and values in one tensor, read in place.
+
+    kv: (total_k, 2, kv_heads, head_dim). All else as ``flash_attn_varlen_func`` has it.
+    """
+    k, v = _unpack("kv", kv, 4)
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    lengths = _lengths(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    out, lse = ops.attend_named({"k": "kv", "v": "kv"}, q, k, v, **lengths, **options)
+    return _results(out, lse, return_attn_probs, return_softmax_lse)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_softmax_lse: bool = False,
+    learnable_sink: torch.Tensor | None = None,
+):
+    """``flash_attn_varlen_func`` with queries, keys and values in one tensor, read in place.
+
+    qkv: (total, 3, heads, head_dim); cu_seqlens: (batch + 1,) int32, of queries and keys alike. All else as
+    ``flash_attn_varlen_func`` has it.
+    """
+    q, k, v = _unpack("qkv", qkv, 4)
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    _lengths(cu_seqlens=cu_seqlens)
+    names = {"q": "qkv", "k": "qkv", "v": "qkv", "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
+    out, lse = ops.attend_named(names, q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **options)
+    return _results(out, lse, return_attn_probs, return_softmax_lse)
+
+
+def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink) -> dict:
+    """flash-attn's options as ``ops.attend`` takes them."""
+    refuse_dropout(dropout_p)
     if causal not in (True, False):
         raise TypeError(f"causal: got {causal!r}, takes True or False")
-    causal = bool(causal) or _is_causal_window(window_size)
-    problem = Problem.of(q, k, v, causal=causal)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise NotImplementedError(
-            "q, k, v: got tensors that require grad, takes tensors that do not (or a call under torch.no_grad()): "
-            "there is no backward pass yet"
-        )
-    scale_log2 = _scale_log2(softmax_scale, problem.head_dim)
-    architecture = _architecture(q.device)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.numel() and not x.data_ptr():
-            raise ValueError(f"{name}: got a {type(x).__name__} without memory of its own, takes one that has some")
+    left, right = _window(window_size)
+    return {
+        "softmax_scale": softmax_scale,
+        "window": (left, 0 if causal else right),
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sink": learnable_sink,
+    }
 
-    out = torch.empty(
-        (problem.batch, problem.query_len, problem.heads, problem.head_dim), dtype=q.dtype, device=q.device
-    )
-    lse = torch.empty((problem.batch, problem.heads, problem.query_len), dtype=torch.float32, device=q.device)
-    if problem.key_len == 0:
-        out.zero_()
-        lse.fill_(-math.inf)
-    elif out.numel():
-        kernel = jit.compiled(tiling.choose(problem, architecture), architecture)
-        tensors = (_aligned(q), _aligned(k), _aligned(v), out, lse)
-        if problem.batch <= MAX_GRID_YZ:
-            _launch(kernel, problem, scale_log2, *tensors)
-        else:
-            for parts in zip(*(tensor.split(MAX_GRID_YZ) for tensor in tensors), strict=True):
-                _launch(kernel, problem, scale_log2, *parts)
+
+def refuse_dropout(dropout_p: float):
+    """Raises NotImplementedError unless there is no dropout, and TypeError for what is no number."""
+    if type(dropout_p) is float and dropout_p == 0.0:  # the usual: the checks below take longer
+        return
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"dropout_p: got {type(dropout_p).__name__}, takes 0.0")
+    if dropout_p != 0:
+        raise NotImplementedError(
+            f"dropout_p: got {dropout_p!r}, takes 0.0 only: dropout is for training, and there is no backward pass yet "
+            "(train with torch's scaled_dot_product_attention; evaluate with dropout_p=0.0)"
+        )
+
+
+def _window(window_size) -> tuple[int | None, int | None]:
+    """(left, right) with None for unbounded."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size: got {window_size!r}, takes a pair (left, right)")
+    return _side(window_size, 0), _side(window_size, 1)
+
+
+def _side(window_size, index: int) -> int | None:
+    side = window_size[index]
+    if side is None or side == -1:
+        return None
+    if isinstance(side, bool) or not isinstance(side, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"window_size: got {window_size!r}, takes a pair of integers or None")
+    if side < 0:
+        raise ValueError(f"window_size: got {window_size!r}, takes numbers of keys, or -1 or None for unbounded")
+    return side
+
+
+def _lengths(**lengths) -> dict:
+    """``lengths`` as they are, once they are tensors."""
+    for name, cu_seqlens in lengths.items():
+        if not isinstance(cu_seqlens, torch.Tensor):
+            raise TypeError(f"{name}: got {type(cu_seqlens).__name__}, takes an int32 torch.Tensor (batch + 1,)")
+    return lengths
+
+
+def _unpack(name: str, packed: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
+    """The 2 or 3 tensors (one a letter of ``name``) along the third dimension from the end."""
+    if not isinstance(packed, torch.Tensor):
+        raise TypeError(f"{name}: got {type(packed).__name__}, takes a torch.Tensor")
+    if packed.dim() != rank or packed.shape[-3] != len(name):
+        length = "batch, length" if rank == 5 else "total length"
+        raise ValueError(
+            f"{name}: got shape {tuple(packed.shape)}, takes ({length}, {len(name)}, heads, head_dim), "
+            f"{rank} dimensions"
+        )
+    return packed.unbind(-3)
+
+
+def _results(out: torch.Tensor, lse: torch.Tensor, return_attn_probs: bool, return_softmax_lse: bool):
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_softmax_lse else out
-
-
-def _scale_log2(softmax_scale: float | None, head_dim: int) -> float:
-    """The scale of scores in base 2, as the kernel's float32 argument holds it."""
-    if softmax_scale is None:
-        return head_dim**-0.5 * LOG2_E
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
-        raise TypeError(f"softmax_scale: got {type(softmax_scale).__name__}, takes a real number or None")
-    try:
-        scale_log2 = float(softmax_scale) * LOG2_E
-    except OverflowError:  # an integer beyond float64
-        scale_log2 = math.inf
-    if not abs(scale_log2) <= FLOAT32_MAX:
-        raise ValueError(
-            f"softmax_scale: got {softmax_scale!r}, takes a finite number below {FLOAT32_MAX / LOG2_E:.4g}"
-        )
-    return scale_log2
-
-
-def _is_causal_window(window_size) -> bool:
-    """Whether a window is the causal one, (-1, 0), rather than none, (-1, -1)."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size: got {window_size!r}, takes a pair (left, right)")
-    window = tuple(-1 if side is None else side for side in window_size)
-    if window not in ((-1, -1), (-1, 0)):
-        raise NotImplementedError(
-            f"window_size: got {window_size!r}, takes (-1, -1) or (-1, 0), which is causal: no sliding window yet"
-        )
-    return window == (-1, 0)
-
-
-def _launch(kernel: jit.Kernel, problem: Problem, scale_log2: float, *tensors: torch.Tensor):
-    """(q, k, v, out, lse) on the device they are on; at most MAX_GRID_YZ sequences."""
-    device = tensors[0].device
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel.function(*tensors, scale_log2)
-    else:
-        from . import emulation
-
-        _outside_dynamo(emulation.announce_and_run)(kernel, problem, tensors, scale_log2)
-
-
-def _outside_dynamo(function):
-    """``function``, which torch.compile must not trace: it would unroll the emulator. Loads no compiler to say so."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return function if dynamo is None else dynamo.disable(function)
-
-
-def _refuse_unsupported(**options):
-    for name, (given, only) in options.items():
-        if given is not only and (given is None or only is None or given != only):
-            raise NotImplementedError(f"{name}: got {given!r}, takes {only!r} only: not supported yet")
-
-
-def _architecture(device: torch.device) -> Architecture:
-    if device.type == "cuda":
-        return arch.by_capability(*torch.cuda.get_device_capability(device))
-    if device.type == "cpu":
-        return arch.TARGET
-    raise ValueError(f"q: got device {device}, takes a CUDA or a CPU tensor")
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or its contiguous copy where a row does not start at a multiple of 16 bytes.
-
-    The stride of an extent of 1 is never multiplied by anything but 0, so it is replaced rather than copied for.
-    """
-    x = x.resolve_neg()
-    if _starts_aligned(x.data_ptr(), *x.stride()[:3]):
-        return x
-    strides = [0 if extent == 1 else stride for extent, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    if _starts_aligned(x.data_ptr(), *strides):
-        return x.as_strided(x.shape, (*strides, 1))
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _starts_aligned(start: int, batch_stride: int, row_stride: int, head_stride: int) -> bool:
-    """Whether all rows start at multiples of 16 bytes and are not too far apart."""
-    odd = start % VECTOR_BYTES or (batch_stride | row_stride | head_stride) % VECTOR_ELEMENTS
-    return not odd and row_stride <= MAX_ROW_STRIDE
