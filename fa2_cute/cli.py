@@ -139,6 +139,55 @@ def trace(
 
 
 @app.command()
+def explore(
+    head_dim: Annotated[int, typer.Option(help="elements of a query, key and value row")] = 128,
+    seqlen: Annotated[int, typer.Option(help="queries, and keys unless --key-len says otherwise")] = 4096,
+    key_len: Annotated[int | None, typer.Option(help="keys; by default as many as queries")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="mask keys after the query")] = False,
+    batch: Annotated[int, typer.Option(help="sequences")] = 1,
+    heads: Annotated[int, typer.Option(help="query heads")] = 32,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads; by default as many as heads")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
+    arch: Annotated[str | None, typer.Option(help="sm_120a and the like; by default this GPU's, else sm_120a")] = None,
+    vary: Annotated[
+        list[str] | None, typer.Option(help="values to try, such as tile_n=32,64; repeatable; --vary help lists all")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="processes that compile; by default one a core")] = None,
+    results: Annotated[Path | None, typer.Option(help="file to keep results in, and to go on from")] = None,
+    report: Annotated[Path | None, typer.Option(help="HTML file; by default beside the results")] = None,
+    time: Annotated[bool, typer.Option(help="also time the tiles where there is such a GPU")] = True,
+    apply: Annotated[bool, typer.Option("--apply", help="write the winner to the file of FA2_CUTE_TUNING")] = False,
+):
+    """Which tile for which problem, and why: resources, instructions, predicted times, pictures; needs no GPU."""
+    from .explore import command, space
+
+    console = _console()
+    if vary == ["help"]:
+        console.print(command.parameters())
+        return
+    keys = seqlen if key_len is None else key_len
+    kv_heads = heads if kv_heads is None else kv_heads
+    workload = space.Workload(head_dim, seqlen, keys, causal, batch, heads, kv_heads, dtype)
+    options = {"vary": tuple(vary or ()), "jobs": jobs, "file": results, "report": report, "time": time, "apply": apply}
+    command.explore(workload, command.architecture(arch), console, **options)
+
+
+@app.command()
+def layouts(
+    head_dim: Annotated[int, typer.Option(help="elements of a query, key and value row")] = 128,
+    arch: Annotated[str | None, typer.Option(help="whose tile; by default this GPU's, else sm_120a")] = None,
+    tile: Annotated[str | None, typer.Option(help="such as 128x64x8x2; by default the shipped one")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
+    into: Annotated[Path, typer.Option(help="folder for the pictures")] = Path("fa2-cute-layouts"),
+    swizzle: Annotated[bool, typer.Option(help="--no-swizzle shows what it is good for")] = True,
+):
+    """Draw the kernel's own layouts: operands by thread, shared memory by bank, one access with its conflicts."""
+    from .explore import command
+
+    command.layouts(head_dim, command.architecture(arch), tile, dtype, into, swizzle, _console())
+
+
+@app.command()
 def info():
     """Versions, devices, and which kernel runs on each."""
     import torch

@@ -1,0 +1,228 @@
+"""The commands ``fa2-cute explore`` and ``fa2-cute layouts``: what the terminal shows of a search."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .. import arch as architectures
+from ..arch import Architecture
+from . import model, rates, space, tuning
+from .searching import Found, default_file, search
+from .space import KIB, Workload
+
+ROWS = 12  # of the table in the terminal; the report has them all
+
+
+def architecture(name: str | None) -> Architecture:
+    """The one asked for, else the current CUDA device's, else sm_120; ValueError names the known ones."""
+    if name is not None:
+        chosen = architectures.by_name(name)
+    else:
+        import torch
+
+        if torch.cuda.is_available():
+            chosen = architectures.by_capability(*torch.cuda.get_device_capability())
+        else:
+            chosen = architectures.TARGET
+    rates.of(chosen)
+    return chosen
+
+
+def device_name(arch: Architecture) -> str | None:
+    """The current CUDA device if it is of ``arch``: what can be timed."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == arch.capability:
+        return torch.cuda.get_device_name()
+    return None
+
+
+def require_tools():
+    """ToolMissing, with what to install, where the packages for pictures and machine code are not there."""
+    from ..resources import ToolMissing
+    from . import sass
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ToolMissing("explore: needs matplotlib, which comes with: pip install 'fa2_cute[explore]'")
+    sass.nvdisasm()
+
+
+def explore(
+    workload: Workload,
+    arch: Architecture,
+    console: Console,
+    *,
+    vary: tuple[str, ...] = (),
+    jobs: int | None = None,
+    file: Path | None = None,
+    report: Path | None = None,
+    time: bool = True,
+    apply: bool = False,
+) -> Found:
+    """Search, show the best points, write the report; with ``apply`` also the tuning file.
+
+    Raises ValueError for what is impossible, before anything is compiled.
+    """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"--jobs: got {jobs}, takes 1 or more")
+    wanted = space.points(space.parse_vary(vary))
+    require_tools()
+    device = device_name(arch) if time else None
+    if apply and device is None:
+        raise ValueError(f"--apply: needs measured times, and there is no CUDA device of {arch.name} to measure on")
+    if apply:
+        tuning.destination()
+    file = file or default_file(workload, arch)
+    console.print(f"{workload.title}; {arch.name} ({rates.of(arch).device}); results in {file}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("points", total=None)
+
+        def progress(done: int, total: int, doing: str):
+            bar.update(task, completed=done, total=total, description=doing)
+
+        found = search(workload, arch, file, space=wanted, jobs=jobs, device=device is not None, progress=progress)
+    console.print(table(found))
+    for line in answer(found):
+        console.print(line)
+    from . import report as reporting
+
+    report = report or file.with_suffix(".html")
+    reporting.write(found, report)
+    console.print(f"Report: {report}")
+    if apply:
+        best = found.best
+        tile = tuning.tile_of(best.point)
+        kind = tuning.ProblemClass(workload.dtype, workload.head_dim, workload.head_dim, workload.causal)
+        path = tuning.apply(tile, kind, device, f"{best.measured['median']:.4f} ms on {workload.title}")
+        console.print(f"{path}: {device}, {kind.key}: {best.point.name}")
+    return found
+
+
+def table(found: Found) -> Table:
+    """The best points, the shipped one marked."""
+    measured = any(r.measured for r in found.records)
+    title = "Best tiles" + (", measured" if measured else ", predicted")
+    shown = Table(title=title)
+    headings = [
+        "tile_m x n x warps x stages",
+        "ms",
+        "TFLOP/s",
+        "of bound",
+        "binds",
+        "regs",
+        "KiB",
+        "warps/SM",
+        "conflicts",
+    ]
+    if measured:
+        headings.insert(1, "measured ms")
+    for heading in headings:
+        shown.add_column(heading, justify="left" if heading in ("binds", headings[0]) else "right")
+    good = [r for r in found.records if r.refusal is None]
+    for rank, r in enumerate(good):
+        if rank >= ROWS and r.point != found.shipped:
+            continue
+        p = r.prediction
+        cells = [
+            r.point.name + (" (shipped)" if r.point == found.shipped else "") + (" spills" if r.stack_bytes else ""),
+            f"{p.milliseconds:.3f}",
+            f"{p.tflops:.0f}",
+            f"{p.of_bound:.0%}",
+            p.binds,
+            str(r.registers),
+            f"{r.shared_bytes / KIB:g}",
+            str(r.warps_per_sm),
+            f"{r.counts.get('conflicts', 0):,}",
+        ]
+        if measured:
+            cells.insert(1, f"{r.measured['median']:.3f}" if r.measured else "")
+        shown.add_row(*cells)
+    return shown
+
+
+def answer(found: Found) -> list[str]:
+    """Which tile and why, in a few sentences."""
+    best = found.best
+    if best is None:
+        return ["No point could be evaluated:"] + [f"  {r.point.name}: {r.refusal}" for r in found.records]
+    lines = [f"Which: {best.point.name} ({best.prediction.milliseconds:.3f} ms predicted). Why: {best.prediction.why}."]
+    if best.measured is None:
+        limit = (1 + model.TIE) * min(r.prediction.milliseconds for r in found.records if r.refusal is None)
+        tied = [r for r in found.records if r.refusal is None and r.prediction.milliseconds <= limit]
+        if len(tied) > 1:
+            lines.append(
+                f"{len(tied)} tiles are within {model.TIE:.0%} of the fastest, which the model cannot tell apart; of "
+                "these it takes one without spills, with the most query rows."
+            )
+    shipped = next((r for r in found.records if r.point == found.shipped and r.refusal is None), None)
+    if shipped is not None and shipped is not best:
+        measured = best.measured and shipped.measured
+        ratio = (
+            shipped.measured["median"] / best.measured["median"]
+            if measured
+            else shipped.prediction.milliseconds / best.prediction.milliseconds
+        )
+        lines.append(
+            f"A call runs {shipped.point.name} today, "
+            f"{'measured' if measured else 'predicted'} {ratio - 1:.1%} slower: "
+            f"{shipped.prediction.why}."
+        )
+    elif shipped is best:
+        lines.append("It is what a call runs today.")
+    lines.append(f"{len(found.refused)} points were refused without compiling; the report has each reason.")
+    return lines
+
+
+def parameters() -> Table:
+    """What can be varied."""
+    shown = Table(title="Parameters of the search space")
+    for heading in ("name", "default values", "what"):
+        shown.add_column(heading)
+    for name, f in space.PARAMETERS.items():
+        shown.add_row(name, ", ".join(map(str, f.metadata["values"])), f.metadata["says"])
+    return shown
+
+
+def layouts(
+    head_dim: int, arch: Architecture, tile: str | None, dtype: str, into: Path, swizzle: bool, console: Console
+):
+    """Draw the layouts of a tile of the shipped kernel into the folder ``into``, and count what they cost."""
+    require_tools()
+    from . import binding, kernel_layouts, pictures
+
+    workload = Workload(head_dim, 1, 1, dtype=dtype)
+    point = binding.shipped_point(workload, arch) if tile is None else parse_tile(tile)
+    both = [replace(point, swizzle=way) for way in (True, False)]
+    versions = [kernel_layouts.extract(binding.spec_of(x, workload, arch)) for x in both]
+    shown = versions[0 if swizzle else 1]
+    counted = Table(
+        title=f"{point.name}, head_dim {head_dim}: one tile each, {'as shipped' if swizzle else 'swizzle removed'}"
+    )
+    for heading in ("access", "instructions", "wavefronts", "without conflicts", "conflicts"):
+        counted.add_column(heading, justify="left" if heading == "access" else "right")
+    into.mkdir(parents=True, exist_ok=True)
+    for name in dict.fromkeys(access.name for access in shown.accesses):
+        accesses = shown.of(name)
+        passes, ideal = sum(a.wavefronts for a in accesses), sum(len(a.phases) for a in accesses)
+        counted.add_row(name, f"{len(accesses):,}", f"{passes:,}", f"{ideal:,}", f"{passes - ideal:,}")
+        pictures.save(pictures.shared_memory(versions, name), into / name.replace(" ", "-").replace(".", "-"))
+    for op in shown.operands:
+        pictures.save(pictures.operand(op), into / ("operand-" + op.name.replace(": ", "-").replace(" ", "-")))
+    console.print(counted)
+    console.print(f"{len(list(into.glob('*.svg')))} pictures as SVG and PNG in {into}")
+
+
+def parse_tile(text: str) -> space.Point:
+    """ "128x64x8x2" or "128x64x8x2-q": tile_m, tile_n, warps, stages; with -q, Q in registers."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(-q)?", text)
+    if match is None:
+        raise ValueError(f"--tile: got {text!r}, takes TILE_MxTILE_NxWARPSxSTAGES such as 128x64x8x2 or 128x64x8x2-q")
+    return space.Point(*map(int, match.groups()[:4]), query_in_registers=match[5] is not None)
