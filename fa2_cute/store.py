@@ -102,9 +102,7 @@ def entry_name(description: str) -> str:
 @functools.cache
 def _surroundings() -> str:
     """Everything but the specification that compiled code depends on."""
-    package = Path(__file__).parent
-    described = [package / name for name in ("jit.py", "parameters.py")]
-    sources = sorted([*(package / "kernels").glob("*.py"), *package.glob("*spec.py"), *described])
+    sources = described_by()
     parts = [f"{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()}" for source in sources]
     parts += [f"{name} {metadata.version(name)}" for name in COMPILER_PACKAGES]
     return "\n".join([*parts, platform.system(), platform.machine(), _processor()])
@@ -118,3 +116,10 @@ def _processor() -> str:
         return platform.processor()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
     return " ".join(sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))) or platform.processor()
+
+
+def described_by() -> list[Path]:
+    """The package's files that shape compiled code: device code, specifications and what both take from elsewhere."""
+    package = Path(__file__).parent
+    others = [package / name for name in ("arch.py", "descale.py", "jit.py", "parameters.py")]
+    return sorted([*(package / "kernels").glob("*.py"), *package.glob("*spec.py"), *others])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa2_cute import arch, jit, store, tiling
+from fa2_cute.spec import CAUSAL, FULL
 
 SPEC = tiling.shipped(arch.TARGET)[0]
 CODE = store.Code(ptx="// text", cubin=b"\x7fELF cubin", object_code=bytes(range(256)))
@@ -57,7 +59,10 @@ def test_a_damaged_manifest_is_not_trusted(folder, manifest):
     assert folder.load("entry") is None
 
 
-OTHER = {"dtype": "float16", "head_dim": 192, "causal": True, "tile_m": 256, "tile_n": 128, "warps": 4, "stages": 3}
+OTHER = {
+    "dtype": "float16", "head_dim": 192, "value_dim": 32, "features": FULL if SPEC.features != FULL else CAUSAL,
+    "tile_m": 256, "tile_n": 128, "warps": 8, "stages": 3, "query_in_registers": False, "swizzle": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(SPEC)])
@@ -150,3 +155,12 @@ def test_the_cache_can_be_turned_off_and_moved(monkeypatch, tmp_path):
 def test_the_launcher_loads_from_the_object_code():
     """Loading needs no GPU; calling it does."""
     assert callable(jit.compiled(SPEC, arch.TARGET).function)
+
+
+def test_device_code_imports_nothing_that_its_name_does_not_depend_on():
+    known = {path.stem for path in store.described_by()}
+    assert {"spec", "decode_spec", "append_spec", "jit", "parameters"} <= known
+    for path in store.described_by():
+        if path.parent.name == "kernels" or path.stem.endswith("spec"):
+            imported = re.findall(r"^\s*from \.{1,2}(\w+) import", path.read_text(), re.MULTILINE)
+            assert set(imported) <= known, path
