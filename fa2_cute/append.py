@@ -5,20 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from .append_spec import AppendSpec
-from .cache_call import vector_strides
+from .append_spec import THREADS, AppendSpec
+from .cache_checks import FP8_DTYPES, rows_of
+from .cache_spec import FIRST_OVERLAP, MAX_INT32, VECTOR_BYTES
 from .descale import UNIT, Descale
-from .forward import aligned, architecture_of
+from .forward import aligned, architecture_of, dense_vector
 from .launch import Launch
+from .problem import DTYPES as INPUT_DTYPES
 
-DTYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e5m2: "float8_e5m2",
-}
-FIRST_OVERLAP = (9, 0)  # compute capability: PTX ISA, griddepcontrol
+DTYPES = {**INPUT_DTYPES, torch.float32: "float32", **FP8_DTYPES}
 
 _spec = functools.cache(AppendSpec)  # checking one costs as much as a launch
 
@@ -58,10 +53,13 @@ def prepare_append(
     """What appends k, v (batch, new_len, kv_heads, dim) to caches in place and, with rotary tables, rotates q.
 
     Arguments are those of ``flash_attn_with_kvcache`` after its checks; cache_seqlens (batch,) int32 on the device,
-    capacity the slots of a sequence, ``ordered`` whether query i is at position ``cache_seqlens + i``.
+    capacity the slots of a sequence, ``ordered`` whether query i is at position ``cache_seqlens + i``; without q only
+    keys are rotated. Raises ValueError for more rows than a launch takes.
     """
     batch, new_len, kv_heads, head_dim = k.shape
     rotary = rotary_cos is not None
+    if rotary and q is None:
+        q = k[:, :0]  # what a kernel that rotates is given as queries: none
     spec = _spec(
         dtype=DTYPES[k.dtype],
         cache_dtype=DTYPES[k_cache.dtype],
@@ -76,20 +74,26 @@ def prepare_append(
         v_descale=v_descale.kind,
         overlap=architecture_of(k.device).capability >= FIRST_OVERLAP,
     )
+    query_rows = q.shape[1] * q.shape[2] if rotary else 0
+    grid = spec.grid(batch, query_rows, new_len * kv_heads)
+    # The kernel counts blocks, and rows to the end of a block, in 32 bits.
+    if max(grid[0], query_rows + THREADS) > MAX_INT32 and query_rows > new_len * kv_heads:
+        raise ValueError(f"q: got shape {tuple(q.shape)}, takes fewer queries and heads: {grid[0]} thread blocks")
+    if max(grid[0], new_len * kv_heads + THREADS) > MAX_INT32:
+        raise ValueError(f"k: got shape {tuple(k.shape)}, takes fewer tokens and heads: {grid[0]} thread blocks")
     lengths = torch.empty_like(cache_seqlens, memory_format=torch.contiguous_format)
     rotated = torch.empty_like(q, memory_format=torch.contiguous_format) if rotary else None
-    grid = spec.grid(batch, q.shape[1] * q.shape[2] if rotary else 0, new_len * kv_heads)
     values = (
         aligned(q) if rotary else None,
         aligned(k),
         aligned(v),
-        _in_place(k_cache),
-        _in_place(v_cache),
+        rows_of(k_cache),
+        rows_of(v_cache),
         rotated,
         lengths,
-        _dense(cache_seqlens),
-        None if cache_batch_idx is None else _dense(cache_batch_idx),
-        None if block_table is None else _dense(block_table),
+        dense_vector(cache_seqlens),
+        None if cache_batch_idx is None else dense_vector(cache_batch_idx),
+        None if block_table is None else _dense_table(block_table),
         _angles(rotary_cos) if rotary else None,
         _angles(rotary_sin) if rotary else None,
         k_descale.factors,
@@ -111,19 +115,13 @@ def append(k: torch.Tensor, *arguments, **options) -> tuple[torch.Tensor, torch.
     return prepared.lengths, prepared.rotated
 
 
-def _in_place(x: torch.Tensor) -> torch.Tensor:
-    """A cache as the kernel takes it: strides that are never multiplied by anything but 0 are 0."""
-    _, strides = vector_strides(x)
-    return x.as_strided(x.shape, (*strides, 1))
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def _dense_table(x: torch.Tensor) -> torch.Tensor:
     """Contiguous numbers; a last stride of 1 even where the last extent is 1, when torch leaves it as it is."""
     x = x.contiguous()
-    return x if x.stride(-1) == 1 else x.as_strided(x.shape, (*x.stride()[:-1], 1))
+    return x if x.stride(1) == 1 else x.as_strided(x.shape, (x.stride(0), 1))
 
 
 def _angles(x: torch.Tensor) -> torch.Tensor:
     """Rows of cosines or sines that lie contiguously and start at multiples of 16 bytes."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    x = x.resolve_neg().contiguous()
+    return x if x.data_ptr() % VECTOR_BYTES == 0 else x.clone()

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .descale import Descale
+from .cache_spec import DTYPES, FP8_DTYPES, SCALE_KINDS, scales
 from .parameters import Parameter, ScalarParameter, TensorParameter, rows, vector
 
 VECTOR = 8  # elements a thread works on: 16 bytes of a 16-bit type
 THREADS = 128  # any multiple of 32 does: a thread's work is independent of its neighbours'
 ROTARY_MULTIPLE = 2 * VECTOR  # both halves of a rotation are whole vectors
-CACHE_DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class AppendSpec:
     rotary_dim      leading elements of queries and keys that are rotated, a multiple of 16; 0 for none
     interleaved     rotate elements (2 i, 2 i + 1) together; else (i, i + rotary_dim / 2)
     rotary_dtype    of the cosines and sines: dtype or "float32"
-    k_descale, v_descale    kinds of ``Descale``
+    k_descale, v_descale    kinds of ``descale.Descale``
     overlap         the launch may overlap the end of the kernel before, and the next one's launch this kernel (CUDA C++
                     Programming Guide, "Programmatic Dependent Launch"; sm_90 and later)
     """
@@ -43,9 +42,9 @@ class AppendSpec:
     overlap: bool = False
 
     def __post_init__(self):
-        if self.dtype not in CACHE_DTYPES[:2]:
-            raise ValueError(f"dtype: got {self.dtype!r}, takes {' or '.join(map(repr, CACHE_DTYPES[:2]))}")
-        if self.cache_dtype not in (self.dtype, *CACHE_DTYPES[2:]):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: got {self.dtype!r}, takes {' or '.join(map(repr, DTYPES))}")
+        if self.cache_dtype not in (self.dtype, *FP8_DTYPES):
             raise ValueError(f"cache_dtype: got {self.cache_dtype!r}, takes {self.dtype!r} or a float8 type")
         for name in ("head_dim", "value_dim"):
             if getattr(self, name) < 1 or getattr(self, name) % VECTOR:
@@ -61,8 +60,8 @@ class AppendSpec:
         if self.paged and self.indexed:
             raise ValueError("indexed: got True with paged, takes one of the two")
         for name in ("k_descale", "v_descale"):
-            if getattr(self, name) not in Descale.KINDS:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes one of {Descale.KINDS}")
+            if getattr(self, name) not in SCALE_KINDS:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, takes one of {', '.join(SCALE_KINDS)}")
             if getattr(self, name) != "unit" and self.cache_dtype == self.dtype:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, takes 'unit' with a cache of 16 bits")
 
@@ -116,8 +115,8 @@ class AppendSpec:
             vector("cache_batch_idx", "int32") if self.indexed else None,
             TensorParameter("block_table", "int32", (None, None), (None, 1)) if self.paged else None,
             *(angles if rotary else (None, None)),
-            _factors("k_descale", self.k_descale),
-            _factors("v_descale", self.v_descale),
+            scales("k_descale", self.k_descale),
+            scales("v_descale", self.v_descale),
             ScalarParameter("capacity", "int32"),
             ScalarParameter("query_step", "int32"),
         )
@@ -127,8 +126,3 @@ class AppendSpec:
         from .kernels.append import Append
 
         return Append(self)
-
-
-def _factors(name: str, kind: str) -> TensorParameter | None:
-    dimensions = {"unit": 0, "sequence": 2, "block": 3}[kind]
-    return TensorParameter(name, "float32", (None,) * dimensions, (None,) * dimensions) if dimensions else None

@@ -8,6 +8,7 @@ import numbers
 import torch
 
 from . import ops
+from .checks import sides_of
 
 
 def flash_attn_func(
@@ -230,7 +231,7 @@ def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slope
     refuse_dropout(dropout_p)
     if causal not in (True, False):
         raise TypeError(f"causal: got {causal!r}, takes True or False")
-    left, right = _window(window_size)
+    left, right = sides_of(window_size)
     return {
         "softmax_scale": softmax_scale,
         "window": (left, 0 if causal else right),
@@ -251,24 +252,6 @@ def refuse_dropout(dropout_p: float):
             f"dropout_p: got {dropout_p!r}, takes 0.0 only: dropout is for training, and there is no backward pass yet "
             "(train with torch's scaled_dot_product_attention; evaluate with dropout_p=0.0)"
         )
-
-
-def _window(window_size) -> tuple[int | None, int | None]:
-    """(left, right) with None for unbounded."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size: got {window_size!r}, takes a pair (left, right)")
-    return _side(window_size, 0), _side(window_size, 1)
-
-
-def _side(window_size, index: int) -> int | None:
-    side = window_size[index]
-    if side is None or side == -1:
-        return None
-    if isinstance(side, bool) or not isinstance(side, (numbers.Integral, torch.SymInt)):
-        raise TypeError(f"window_size: got {window_size!r}, takes a pair of integers or None")
-    if side < 0:
-        raise ValueError(f"window_size: got {window_size!r}, takes numbers of keys, or -1 or None for unbounded")
-    return side
 
 
 def _lengths(**lengths) -> dict:

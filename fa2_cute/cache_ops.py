@@ -1,25 +1,33 @@
-"""Append and attention over a cache, in one call: launched, and as an operator for torch's tracers.
+"""Append and attention over a cache, in one call or each alone: launched, and as operators for torch's tracers.
 
-``append_and_attend`` is the one door from the public functions to the kernels. A plain eager call goes straight there;
-where torch traces, compiles or fakes, it becomes ``torch.ops.fa2_cute.with_kvcache``, which says that it changes the
-caches, or ``torch.ops.fa2_cute.attend_kvcache``, which changes nothing, if there are no new tokens.
+``append_and_attend`` and ``append`` are the two doors from the public functions to the kernels. A plain eager call goes
+straight there; where torch traces, compiles or fakes, it becomes ``torch.ops.fa2_cute.with_kvcache`` or
+``append_kvcache``, which say that they change the caches, or ``attend_kvcache``, which changes nothing, if there are no
+new tokens.
 """
 
 import torch
 
 from . import ops
+from ._torch_internals import below_autograd
 from .append import prepare_append
 from .cache_call import CacheCall, window_of
+from .cache_checks import bytes_of
+from .cache_spec import VECTOR_BYTES
+from .checks import refuse_gradients
 from .decode import prepare
 from .forward import architecture_of, dense_vector
-from .launch import VECTOR_BYTES, Recording, record
+from .launch import Recording, record
 
-_OPTIONS = (
+_NEW = (
     "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=True, Tensor? cache_seqlens=None, "
-    "SymInt? cache_seqlen=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, Tensor? block_table=None, "
-    "float? softmax_scale=None, bool causal=False, SymInt? window_left=None, SymInt? window_right=None, "
-    "float softcap=0.0, Tensor? alibi_slopes=None, SymInt num_splits=0, Tensor? k_descale=None, "
-    "Tensor? v_descale=None, Tensor? learnable_sink=None"
+    "SymInt? cache_seqlen=None, Tensor? cache_batch_idx=None, Tensor? block_table=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None"
+)
+_OPTIONS = (
+    f"{_NEW}, Tensor? cache_leftpad=None, float? softmax_scale=None, bool causal=False, SymInt? window_left=None, "
+    "SymInt? window_right=None, float softcap=0.0, Tensor? alibi_slopes=None, SymInt num_splits=0, "
+    "Tensor? learnable_sink=None"
 )
 # The kernels take only some layouts, and a cache as it lies in memory: a compiler must not choose others.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -33,6 +41,11 @@ _library.define(
 _library.define(
     f"attend_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, *, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS
 )
+_library.define(
+    f"append_kvcache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, *, {_NEW}) -> ()", tags=_TAGS
+)
+
+NO_GRADIENT = "there is no backward pass through a cache"
 
 
 def append_and_attend(
@@ -44,20 +57,48 @@ def append_and_attend(
     *,
     cache_seqlens: int | torch.Tensor | None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     **options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of ``flash_attn_with_kvcache``, whose arguments these are; inside and outside of torch's tracers."""
-    if ops._eager(q, k_cache, v_cache):
+    if ops._autocast_is_on(q):
+        q, k, v = ops._autocast(q), ops._autocast(k), ops._autocast(v)
+    given = (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))
+    refuse_gradients((*given, *options.items()), NO_GRADIENT)
+    if ops.is_eager(q, k_cache, v_cache):
         window = {"causal": causal, "window_size": window_size}
         return _launch(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **window, **options)
-    given = isinstance(cache_seqlens, torch.Tensor)
-    lengths = {"cache_seqlens" if given else "cache_seqlen": cache_seqlens}
     left, right = window_of(causal, window_size)
-    options |= {"causal": causal, "window_left": left, "window_right": right}
+    options |= _lengths(cache_seqlens) | {"causal": causal, "window_left": left, "window_right": right}
     if k is None and v is None:
-        return torch.ops.fa2_cute.attend_kvcache.default(q, k_cache, v_cache, **lengths, **options)
-    return torch.ops.fa2_cute.with_kvcache.default(q, k_cache, v_cache, k, v, **lengths, **options)
+        return torch.ops.fa2_cute.attend_kvcache.default(q, k_cache, v_cache, **options)
+    return torch.ops.fa2_cute.with_kvcache.default(q, k_cache, v_cache, k, v, **options)
+
+
+def append(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cache_seqlens: int | torch.Tensor,
+    **options,
+):
+    """``append_to_kvcache``, whose arguments these are; inside and outside of torch's tracers."""
+    if ops._autocast_is_on(k):
+        k, v = ops._autocast(k), ops._autocast(v)
+    given = (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))
+    refuse_gradients((*given, *options.items()), NO_GRADIENT)
+    if ops.is_eager(k, k_cache, v_cache):
+        _launch_append(k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **options)
+    else:
+        options |= _lengths(cache_seqlens)
+        torch.ops.fa2_cute.append_kvcache.default(k_cache, v_cache, k, v, **options)
+
+
+def _lengths(cache_seqlens: int | torch.Tensor | None) -> dict:
+    """As the operators take them: a tensor and a number are two arguments there."""
+    return {"cache_seqlens" if isinstance(cache_seqlens, torch.Tensor) else "cache_seqlen": cache_seqlens}
 
 
 def _launch(
@@ -76,7 +117,7 @@ def _launch(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
@@ -127,10 +168,7 @@ def _launch(
         v_descale=v_descale,
         num_splits=num_splits,
     )
-    lengths, launches = cache_seqlens, []
-    if not isinstance(lengths, torch.Tensor):
-        tokens = call.capacity if lengths is None else lengths
-        lengths = torch.full((call.batch,), tokens, dtype=torch.int32, device=q.device)
+    lengths, launches = _on_device(call, cache_seqlens, q), []
     if k is not None:
         appending = prepare_append(
             k,
@@ -163,16 +201,66 @@ def _launch(
     for launch in launches:
         launch.run(architecture)
     if key is not None and (k is None or appending.launch is not None):
-        recording = record(launches, _inputs(rows, others, factors), (out, lse), architecture)
-        if recording is not None:
-            if len(_RECORDINGS) >= MAX_RECORDINGS:
-                _RECORDINGS.clear()
-            _RECORDINGS[key] = recording
+        _keep(key, record(launches, _inputs(rows, others, factors), (out, lse), architecture))
     return out, lse
+
+
+def _launch_append(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = True,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+):
+    """``_launch`` without queries."""
+    tensors = (k, v, k_cache, v_cache, rotary_cos, rotary_sin)
+    others = (cache_seqlens, cache_batch_idx, block_table, k_descale, v_descale)
+    key = _key(tensors, others, (), (rotary_interleaved,))
+    recording = None if key is None else _RECORDINGS.get(key)
+    if recording is not None:
+        recording.run(_append_inputs(tensors, others))
+        return
+    rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
+    where = {"cache_batch_idx": cache_batch_idx, "block_table": block_table}
+    factors = {"k_descale": k_descale, "v_descale": v_descale}
+    call = CacheCall.appending(k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **rotary, **where, **factors)
+    lengths = _on_device(call, cache_seqlens, k)
+    factors = {"k_descale": call.k_descale, "v_descale": call.v_descale}
+    appending = prepare_append(k, v, k_cache, v_cache, lengths, capacity=call.capacity, **rotary, **where, **factors)
+    if appending.launch is None:
+        return
+    architecture = architecture_of(k.device)
+    appending.launch.run(architecture)
+    if key is not None:
+        _keep(key, record([appending.launch], _append_inputs(tensors, others), (), architecture))
+
+
+def _on_device(call: CacheCall, cache_seqlens: int | torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """(batch,) lengths, on x's device."""
+    if isinstance(cache_seqlens, torch.Tensor):
+        return cache_seqlens
+    tokens = call.capacity if cache_seqlens is None else cache_seqlens
+    return torch.full((call.batch,), tokens, dtype=torch.int32, device=x.device)
+
+
+def _keep(key: tuple, recording: Recording | None):
+    if recording is not None:
+        if len(_RECORDINGS) >= MAX_RECORDINGS:
+            _RECORDINGS.clear()
+        _RECORDINGS[key] = recording
 
 
 MAX_RECORDINGS = 4096  # some MB; a program with more kinds of calls than that checks some of them again
 PLAIN = {bool, int, float, type(None)}  # of options that a recording is kept for
+TENSORS = {torch.Tensor, torch.nn.Parameter}  # likewise
 _RECORDINGS: dict[tuple, Recording] = {}
 
 
@@ -180,23 +268,21 @@ def _key(rows: tuple, others: tuple, window, options: tuple) -> tuple | None:
     """All that the checks of a call look at, or None for a call that is checked each time.
 
     rows: tensors whose start matters, or None. A number in the place of a tensor, a tensor of another device or class,
-    one that requires grad or is a negated view, and options of unusual types are for the checks to say something about.
+    one that is a negated view, and options of unusual types are for the checks to say something about. (Whether a
+    tensor requires grad has been looked at before.)
     """
-    q = rows[0]
-    if type(q) is not torch.Tensor or not isinstance(others[0], torch.Tensor):
+    if type(rows[0]) not in TENSORS or not isinstance(others[0], torch.Tensor):
         return None
-    device, start, parts = q.device, 0, []
+    device, start, parts = rows[0].device, 0, []
     for x in (*rows, *others):
         if x is None:
             parts.append(None)
             continue
-        if type(x) is not torch.Tensor or x.requires_grad or x.device != device or x.layout is not torch.strided:
+        if type(x) not in TENSORS or x.device != device or x.layout is not torch.strided or x.is_neg():
             return None
         parts.append((x.dtype, x.shape, x.stride()))
     for x in rows:
         if x is not None:
-            if x.is_neg():
-                return None
             start |= x.data_ptr()
     if start % VECTOR_BYTES:
         return None
@@ -216,8 +302,21 @@ def _inputs(rows: tuple, others: tuple, factors: tuple) -> tuple[torch.Tensor | 
     slopes = slopes if slopes is None or slopes.dim() == 2 else slopes.expand(batch, heads)
     descales = [x if x is None or x.dim() >= 2 else x.expand(batch, kv_heads) for x in descales]
     # An append writes FP8 numbers, the attention reads bytes.
-    narrow = [x.view(torch.uint8) if x.element_size() == 1 else None for x in (k_cache, v_cache)]
-    return (*rows, *others, slopes, sink, *descales, *narrow)
+    narrow = [bytes_of(x) if x.element_size() == 1 else None for x in (k_cache, v_cache)]
+    return tuple(map(_plain, (*rows, *others, slopes, sink, *descales, *narrow)))
+
+
+def _append_inputs(tensors: tuple, others: tuple) -> tuple[torch.Tensor | None, ...]:
+    """The same for an append alone; the queries of one that rotates are none of k's rows."""
+    k, kv_heads, rotates = tensors[0], tensors[2].shape[2], tensors[4] is not None
+    *where, k_descale, v_descale = others
+    descales = [x if x is None or x.dim() >= 2 else x.expand(k.shape[0], kv_heads) for x in (k_descale, v_descale)]
+    return tuple(map(_plain, (*tensors, *where, *descales, k[:, :0] if rotates else None)))
+
+
+def _plain(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x for a launcher that is told nothing of parameters and gradients."""
+    return x if x is None or (type(x) is torch.Tensor and not x.requires_grad) else x.detach()
 
 
 def _with_kvcache(q, k_cache, v_cache, k, v, *, cache_seqlens=None, cache_seqlen=None, **options):
@@ -231,6 +330,11 @@ def _attend_kvcache(q, k_cache, v_cache, **options):
     return _with_kvcache(q, k_cache, v_cache, None, None, **options)
 
 
+def _append_kvcache(k_cache, v_cache, k, v, *, cache_seqlens=None, cache_seqlen=None, **options):
+    lengths = cache_seqlen if cache_seqlens is None else cache_seqlens
+    _launch_append(k_cache, v_cache, k, v, cache_seqlens=lengths, **options)
+
+
 def _fake(q, k_cache, v_cache, *new, **options):
     """Shapes, dtypes and devices of the results; wrong inputs are refused when the operator runs."""
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -241,24 +345,28 @@ def _fake(q, k_cache, v_cache, *new, **options):
     return out, q.new_empty((batch, heads, query_len), dtype=torch.float32)
 
 
-def _refusing_gradients(operator):
-    """``operator`` below autograd, for inputs that require none."""
+def _fake_append(k_cache, v_cache, k, v, **options):
+    """It returns nothing; wrong inputs are refused when the operator runs."""
+
+
+def _refusing_gradients(operator, names: tuple[str, ...]):
+    """``operator``, whose positional arguments have these names, below autograd: nothing is lost there."""
 
     def call(*arguments, **options):
-        inputs = (*arguments, *options.values())
-        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
-            raise NotImplementedError(
-                "q, k_cache, v_cache: got a tensor that requires grad, takes tensors that do not (or a call under "
-                "torch.no_grad()): there is no backward pass through a cache"
-            )
-        with torch._C._AutoDispatchBelowAutograd():
+        refuse_gradients((*zip(names, arguments, strict=False), *options.items()), NO_GRADIENT)
+        with below_autograd():
             return operator(*arguments, **options)
 
     return call
 
 
-for _name, _function in (("with_kvcache", _with_kvcache), ("attend_kvcache", _attend_kvcache)):
+for _name, _function, _shapes, _positional in (
+    ("with_kvcache", _with_kvcache, _fake, ("q", "k_cache", "v_cache", "k", "v")),
+    ("attend_kvcache", _attend_kvcache, _fake, ("q", "k_cache", "v_cache")),
+    ("append_kvcache", _append_kvcache, _fake_append, ("k_cache", "v_cache", "k", "v")),
+):
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, _function, "CUDA")
-    _library.impl(_name, _refusing_gradients(getattr(torch.ops.fa2_cute, _name).default), "Autograd")
-    torch.library.register_fake(f"fa2_cute::{_name}", _fake, lib=_library)
+    _operator = getattr(torch.ops.fa2_cute, _name).default
+    _library.impl(_name, _refusing_gradients(_operator, _positional), "Autograd")
+    torch.library.register_fake(f"fa2_cute::{_name}", _shapes, lib=_library)

@@ -2,9 +2,12 @@
 
 import math
 import numbers
+from collections.abc import Iterable
 
 import torch
+from torch.autograd import forward_ad
 
+from ._torch_internals import in_forward_ad
 from .problem import DTYPES, Problem
 
 LOG2_E = math.log2(math.e)  # the kernels' softmax is in base 2
@@ -53,6 +56,40 @@ def window_of(window) -> tuple[int | None, int | None]:
     return left, right
 
 
+def sides_of(window_size) -> tuple[int | None, int | None]:
+    """flash-attn's ``window_size`` as (left, right), None where unbounded: -1 or None there."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size: got {window_size!r}, takes a pair (left, right)")
+    for side in window_size:
+        # torch.SymInt: of a graph in which it is not known yet.
+        if side is not None and (isinstance(side, bool) or not isinstance(side, (numbers.Integral, torch.SymInt))):
+            raise TypeError(f"window_size: got {window_size!r}, takes a pair of integers or None")
+        if side is not None and side < -1:
+            raise ValueError(f"window_size: got {window_size!r}, takes numbers of keys, or -1 or None for unbounded")
+    left, right = (None if side is None or side == -1 else side for side in window_size)
+    return left, right
+
+
+def refuse_gradients(arguments: Iterable[tuple[str, object]], reason: str):
+    """Raises NotImplementedError where a gradient would be lost.
+
+    arguments: names and what was given for them; what is no tensor is left to other checks. reason: why there is none.
+    """
+    graded, dual = torch.is_grad_enabled(), in_forward_ad()
+    if not graded and not dual:
+        return
+    for name, x in arguments:
+        if not isinstance(x, torch.Tensor):
+            continue
+        if graded and x.requires_grad:
+            raise NotImplementedError(
+                f"{name}: got a tensor that requires grad, takes one that does not (or a call under torch.no_grad()): "
+                f"{reason}"
+            )
+        if dual and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{name}: got a tensor with a forward-mode tangent, takes one without: {reason}")
+
+
 def sequences_of(cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None, q: torch.Tensor) -> int:
     """How many sequences two vectors of cumulative lengths tell apart."""
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -85,7 +122,7 @@ def slopes_of(slopes: torch.Tensor, problem: Problem, q: torch.Tensor) -> torch.
             f"alibi_slopes: got shape {tuple(slopes.shape)}, takes (heads,) = ({heads},) "
             f"or (batch, heads) = ({batch}, {heads})"
         )
-    return slopes.expand(batch, heads)
+    return slopes.resolve_neg().expand(batch, heads)
 
 
 def sink_of(sink: torch.Tensor, problem: Problem, q: torch.Tensor) -> torch.Tensor:
@@ -98,7 +135,7 @@ def sink_of(sink: torch.Tensor, problem: Problem, q: torch.Tensor) -> torch.Tens
         raise ValueError(f"learnable_sink: got device {sink.device}, takes q's device {q.device}")
     if sink.shape != (problem.heads,):
         raise ValueError(f"learnable_sink: got shape {tuple(sink.shape)}, takes (heads,) = ({problem.heads},)")
-    return sink.to(torch.float32).contiguous().as_strided(sink.shape, (1,))
+    return sink.resolve_neg().to(torch.float32).contiguous().as_strided(sink.shape, (1,))
 
 
 def check_mask_kind(mask: torch.Tensor, q: torch.Tensor, varlen: bool):

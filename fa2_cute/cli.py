@@ -84,7 +84,10 @@ def fuzz(
     ] = None,
     folder: Annotated[Path, typer.Option(help="where failing calls are saved as programs")] = Path("fuzz-failures"),
 ):
-    """Draw calls of every kind and judge each against float64; 1 if any fails."""
+    """Draw calls of the forward functions, all options, and judge each against float64; 1 if any fails.
+
+    Calls over KV caches are not among them: tests/decode and tests/kvcache draw those.
+    """
     try:
         from .fuzz import command
     except ModuleNotFoundError as error:
@@ -104,7 +107,10 @@ def compile_kernels(
         Path | None, typer.Option(help="a folder to ship, for FA2_CUTE_CACHE; by default this user's cache")
     ] = None,
 ):
-    """Compile every kernel of an architecture ahead of its first call; needs no GPU."""
+    """Compile an architecture's eight most common forward kernels ahead of their first calls; needs no GPU.
+
+    They are float16 and bfloat16, head_dim 64 and 128, full and causal. Others are compiled when they are first called.
+    """
     from rich.progress import track
 
     from . import arch as architectures

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from . import checks, descale, forward, jit
-from .arch import Architecture
-from .decode_checks import Choice, Heads, check_vector, decide, metadata, rows_of
-from .decode_spec import CombineSpec, DecodeSpec
-
-SMALLEST_SCALE = 2.0**-149  # what a softmax scale of 0 becomes, as in the kernels
+from . import checks, descale, forward
+from .cache_checks import bytes_of, check_int32, rows_of
+from .decode_checks import Choice, Heads, decide, metadata
+from .decode_spec import SMALLEST_SCALE, DecodeSpec
+from .launch import Launch
 
 # To check a call and choose for it costs the host several times its launch, and a model makes few different ones.
 MOST_CHOICES = 1024
@@ -66,7 +65,8 @@ def decode(
         out (batch, query_len, heads, value_dim) in q's dtype, lse (batch, heads, query_len) float32: natural logarithm,
         sink included; with cu_seqlens_q (rows, heads, value_dim) and (heads, rows). A row that sees no key, or belongs
         to no sequence, gives 0 and -inf (or the sink).
-    Raises TypeError (type or dtype), ValueError (shape, stride, device, number), before anything is launched.
+    Raises TypeError (type or dtype), ValueError (shape, stride, device, number), before anything is launched. Gradients
+    are not looked at: results are without, whatever the inputs.
     """
     plan = prepare(
         q,
@@ -122,7 +122,7 @@ class Plan:
             wanted = "None, as prepared for" if made_for.every_slot else "a torch.Tensor"
             raise TypeError(f"cache_seqlens: got {type(cache_seqlens).__name__}, takes {wanted}")
         if cache_seqlens is not None:
-            check_vector("cache_seqlens", cache_seqlens, made_for.batch, q.device)
+            check_int32("cache_seqlens", cache_seqlens, "q", q, (made_for.batch,))
             cache_seqlens = forward.dense_vector(cache_seqlens)
         packed = self.cu_seqlens_q is not None
         if packed:
@@ -143,7 +143,7 @@ class Plan:
 
     def launches(
         self, q: torch.Tensor, cache_seqlens: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
-    ) -> list["Launch"]:
+    ) -> list[Launch]:
         """What ``run`` launches, in order, on tensors with a batch: it writes out and lse. Allocates the workspace."""
         choice = self.choice
         spec, splits, scale = choice.spec, choice.splits, choice.softmax_scale
@@ -186,32 +186,6 @@ class Plan:
         scale = 1.0 if spec.logits else max(abs(scale), SMALLEST_SCALE)
         values = (partial_out, partial_state, out, lse, self.sink, scale * checks.LOG2_E)
         return [decoding, Launch(combine, combine.grid(batch * query_len * heads), 0, values)]
-
-
-@dataclass(frozen=True, eq=False)
-class Launch:
-    """One kernel's: values are those of ``spec.parameters()``; the grid and the most steps of a block are what the
-    emulator is told."""
-
-    spec: DecodeSpec | CombineSpec
-    grid: tuple[int, int, int]
-    steps: int
-    values: tuple[torch.Tensor | float | int | None, ...]
-
-    def run(self, architecture: Architecture):
-        """On the device of the first tensor."""
-        kernel = jit.compiled(self.spec, architecture)
-        device = self.values[0].device
-        if device.type == "cuda":
-            if device.index == torch.cuda.current_device():
-                kernel.function(*self.values)
-            else:
-                with torch.cuda.device(device):
-                    kernel.function(*self.values)
-        else:
-            from . import emulation
-
-            forward.outside_dynamo(emulation.announce_and_run)(kernel, self.grid, self.values, self.steps)
 
 
 def prepare(
@@ -258,8 +232,8 @@ def prepare(
     ]
     return Plan(
         choice,
-        rows_of(k_cache),
-        rows_of(v_cache),
+        rows_of(bytes_of(k_cache)),
+        rows_of(bytes_of(v_cache)),
         None if cu_seqlens_q is None else forward.dense_vector(cu_seqlens_q),
         block_table,
         None if cache_batch_idx is None else forward.dense_vector(cache_batch_idx),

@@ -5,18 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arch import KIB, Architecture
+from .cache_spec import DTYPES, FP8_DTYPES, SCALE_KINDS, VECTOR_BYTES, scales
 from .parameters import Parameter, ScalarParameter, TensorParameter, vector
 from .spec import packed_tiles
 
-DTYPES = ("bfloat16", "float16")
-FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-SCALE_KINDS = ("unit", "sequence", "block")  # descale.Descale.KINDS
-SCALE_BLOCK = 128  # keys of a contiguous cache that share a "block" scale
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 256  # the combining block keeps a weight for each
-VECTOR_BYTES = 16  # one cp.async, one row of an ldmatrix matrix
 WARP_M = 16  # rows of one mma.sync: what a warp computes
 WARP_COLUMNS = 128  # most columns of the output a warp: 64 accumulator registers beside up to 64 of Q
+LINE_BYTES = 128  # all banks of shared memory
 COMBINE_THREADS = 128
 EPILOGUE_PAD = 8  # floats between rows of O in shared memory, so that the rows of a quad meet different banks
 
@@ -40,18 +37,14 @@ P_EXPONENT = 7
 # (the smallest normal number) to 2^90.
 SCALED_SUM_EXPONENT = -36
 LARGEST_SCALE = 2.0**90
+# What a softmax scale of zero becomes where it multiplies -inf, which must stay -inf: float32's smallest number.
+SMALLEST_SCALE = 2.0**-149
 
 
 def _rows(name: str, dtype: str, width: int, element_bytes: int) -> TensorParameter:
     """(batch or pages, length, heads, width): rows that start at multiples of 16 bytes."""
     divisor = VECTOR_BYTES // element_bytes
     return TensorParameter(name, dtype, (None, None, None, width), (None, None, None, 1), divisor=divisor)
-
-
-def _scales(name: str, kind: str) -> TensorParameter | None:
-    """(batch, kv_heads), or (rows of the cache, blocks, kv_heads)."""
-    dimensions = {"unit": 0, "sequence": 2, "block": 3}[kind]
-    return TensorParameter(name, "float32", (None,) * dimensions, (None,) * dimensions) if dimensions else None
 
 
 def out_parameter(dtype: str, value_dim: int) -> TensorParameter:
@@ -187,8 +180,11 @@ class DecodeSpec:
         return self.group_threads * self.warps_n
 
     def width(self, dim: int, warps: int = 1) -> int:
-        """Bytes of a row of ``dim`` elements in shared memory: whole steps of one ldmatrix.x4, 32 bytes, a warp."""
-        step = 32 * warps
+        """Bytes of a row of ``dim`` elements in shared memory: whole steps of one ldmatrix.x4, 32 bytes.
+
+        Where warps share the columns each has whole lines of 128 bytes, in which the swizzle works (kernels/pages.py).
+        """
+        step = 32 if warps == 1 else LINE_BYTES * warps
         return -(-dim * self.cache_bytes // step) * step
 
     @property
@@ -270,8 +266,8 @@ class DecodeSpec:
             TensorParameter("block_table", "int32", (None, None), (None, None)) if self.paged else None,
             vector("cache_batch_idx", "int32") if self.indexed else None,
             vector("cache_leftpad", "int32") if self.leftpad else None,
-            _scales("k_descale", self.k_scale),
-            _scales("v_descale", self.v_scale),
+            scales("k_descale", self.k_scale),
+            scales("v_descale", self.v_scale),
             TensorParameter("alibi_slopes", "float32", (None, None), (None, None)) if self.alibi else None,
             vector("learnable_sink", "float32") if self.sink else None,
             ScalarParameter("scale", "float32"),

@@ -1,25 +1,22 @@
 """What an FP8 cache is multiplied by: one description of every form in which descales are given."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-BLOCK_TOKENS = 128  # tokens that share a factor in a contiguous cache; a page does in a paged one
+from .cache_spec import BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
 class Descale:
     """Float32 factors: a cached element stands for ``factor * element``.
 
-    kind      "unit": 1 everywhere, without factors.
+    kind      of ``cache_spec.SCALE_KINDS``. "unit": 1 everywhere, without factors.
               "sequence": factors (batch, kv_heads), by sequence of the call.
               "block": factors (rows, blocks, kv_heads), by row of the cache: (pages, 1, kv_heads) for a paged cache,
               (batch_cache, ceil(cache_len / BLOCK_TOKENS), kv_heads) for a contiguous one.
     factors   strides may be 0 where fewer numbers were given
     """
-
-    KINDS: ClassVar[tuple[str, ...]] = ("unit", "sequence", "block")
 
     kind: str
     factors: torch.Tensor | None = None
@@ -36,7 +33,7 @@ def normalise(
     batch: int,
     paged: bool,
 ) -> Descale:
-    """``descale`` as the kernels take it; no copy, no look at the numbers.
+    """``descale`` as the kernels take it; no look at the numbers, and no copy (but of a lazily negated view).
 
     Arguments:
         name: what messages call it.
@@ -60,9 +57,9 @@ def normalise(
     blocks = 1 if paged else -(-length // BLOCK_TOKENS)
     shape = tuple(descale.shape)
     if shape in ((), (1,), (kv_heads,), (batch, kv_heads)):
-        return Descale("sequence", descale.expand(batch, kv_heads))
+        return Descale("sequence", descale.resolve_neg().expand(batch, kv_heads))
     if shape == (rows, blocks, kv_heads):
-        return Descale("block", descale)
+        return Descale("block", descale.resolve_neg())
     raise ValueError(
         f"{name}: got shape {shape}, takes (), (1,), (kv_heads={kv_heads},), (batch={batch}, {kv_heads}) "
         f"or a factor for each {'page' if paged else f'{BLOCK_TOKENS} tokens'}: {(rows, blocks, kv_heads)}"

@@ -167,7 +167,7 @@ def attend(
         cu_seqlens_k=cu_seqlens_k,
     )
     keep = key is not None and q.is_cuda and problem.batch <= MAX_GRID_YZ and all(map(_rows_aligned, (q, k, v)))
-    if _has_few_queries(problem):
+    if _has_few_queries(problem) and _cache_kernels_take(inputs):
         plan = SplitPlan(options.softmax_scale, options.window, options.softcap)
         if keep:
             _keep(key, plan)
@@ -196,6 +196,13 @@ def _has_few_queries(problem: Problem) -> bool:
     if on.varlen or on.mask or problem.key_len < SPLIT_KEYS or not problem.heads:
         return False
     return 0 < problem.query_len * (problem.heads // problem.kv_heads) <= SPLIT_ROWS
+
+
+def _cache_kernels_take(inputs: tuple[torch.Tensor, ...]) -> bool:
+    """Whether q, k, v are within what the kernels for KV caches count in 32 bits; the forward kernel takes any."""
+    from . import decode_checks
+
+    return decode_checks.takes(*inputs)
 
 
 @dataclass(frozen=True)

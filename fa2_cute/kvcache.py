@@ -2,7 +2,7 @@
 
 import torch
 
-from .cache_ops import append_and_attend
+from . import cache_ops
 
 
 def flash_attn_with_kvcache(
@@ -19,7 +19,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
@@ -45,9 +45,8 @@ def flash_attn_with_kvcache(
             ``cache_seqlens[b] + i``, and the queries see it. With an FP8 cache it is divided by the descale and
             rounded, saturating.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32: rotate the first rotary_dim elements
-        (a
-            multiple of 16) of k, which is at position ``cache_seqlens[b] + i``, and of q: query i is there too if the
-            call is causal or windowed, and else all queries are at ``cache_seqlens[b]``. positions must reach the
+            (a multiple of 16) of k, which is at position ``cache_seqlens[b] + i``, and of q: query i is there too if
+            the call is causal or windowed, and else all queries are at ``cache_seqlens[b]``. positions must reach the
             cache's end.
         cache_seqlens: tokens of each sequence before the call: (batch,) int32, or one int for all. By default the whole
             cache (not with ``k``). Numbers out of range are clamped on the device.
@@ -70,13 +69,15 @@ def flash_attn_with_kvcache(
 
     Nothing is ever written outside the cache: a token past the cache's end, or whose page does not exist, is dropped,
     and unseen slots are never read into a result. A query at a position that the rotary tables do not have gives NaN.
-    CUDA tensors run on torch's current stream without synchronising; CPU tensors in the emulator.
+    CUDA tensors run on torch's current stream without synchronising; CPU tensors in the emulator. Under
+    ``torch.autocast`` q, k and v are cast to its dtype; the caches, which are changed in place, are not: they must have
+    that dtype or be FP8.
 
     Before anything is launched or written it raises TypeError (an argument of the wrong type or dtype), ValueError (a
     shape, stride, device or number that is not taken; an append that the host can see does not fit) or
-    NotImplementedError (inputs that require grad).
+    NotImplementedError (an argument that requires grad while grad mode is on, or has a forward-mode tangent).
     """
-    out, lse = append_and_attend(
+    out, lse = cache_ops.append_and_attend(
         q,
         k_cache,
         v_cache,
@@ -117,13 +118,9 @@ def append_to_kvcache(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
 ):
-    """The append of ``flash_attn_with_kvcache`` without the attention: same arguments, same errors."""
-    if not isinstance(k, torch.Tensor):
-        raise TypeError(f"k: got {type(k).__name__}, takes a torch.Tensor")
-    if k.dim() != 4:
-        raise ValueError(f"k: got {k.dim()} dimensions {tuple(k.shape)}, takes 4: (batch, new_len, kv_heads, head_dim)")
-    append_and_attend(
-        k.new_empty((k.shape[0], 0, k.shape[2], k.shape[3])),
+    """The append of ``flash_attn_with_kvcache`` without the attention: same arguments, same errors, but that they
+    speak of k's batch, dtype and device where those speak of q's."""
+    cache_ops.append(
         k_cache,
         v_cache,
         k,

@@ -13,9 +13,8 @@ import torch
 
 from . import jit
 from .arch import Architecture
+from .cache_spec import VECTOR_BYTES
 from .forward import outside_dynamo
-
-VECTOR_BYTES = 16  # rows start at multiples of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +48,9 @@ class Launch:
 
 def on_device(device: torch.device):
     """Where launches go, for a with statement."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():  # to enter a device costs microseconds
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,19 +77,14 @@ class Recording:
 
     def run(self, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
         """Launch on ``inputs``, in the order of those that were recorded."""
-        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
-            with on_device(self.device):
-                return self._run(inputs)
-        return self._run(inputs)
-
-    def _run(self, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
         fresh = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.fresh]
         pool = [*inputs, *fresh]
-        for step in self.steps:
-            values = list(step.values)
-            for position, number in step.places:
-                values[position] = pool[number]
-            step.function(*values)
+        with on_device(self.device):
+            for step in self.steps:
+                values = list(step.values)
+                for position, number in step.places:
+                    values[position] = pool[number]
+                step.function(*values)
         return tuple(fresh[number] for number in self.results)
 
 
@@ -124,12 +120,12 @@ def record(
     if any(len(found) != 1 for found in shown):
         return None
     made = tuple((tuple(x.shape), x.dtype) for x in fresh)
-    return Recording(results[0].device, tuple(steps), made, tuple(found[0] for found in shown))
+    return Recording(launches[0].device, tuple(steps), made, tuple(found[0] for found in shown))
 
 
 def _stands_for(value: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether x can be passed for ``value``: the same memory, seen the same way but for strides that do not count."""
-    if value.data_ptr() != x.data_ptr() or value.dtype != x.dtype or value.shape != x.shape or not x.numel():
+    if value.data_ptr() != x.data_ptr() or value.dtype != x.dtype or value.shape != x.shape:
         return False
     *outer, last = zip(x.shape, value.stride(), x.stride(), strict=True)
     idle = all(

@@ -7,12 +7,15 @@ needs ``import fa2_cute.ops`` before it is loaded.
 """
 
 import torch
-from torch.autograd import forward_ad
 
 from . import forward
-from .checks import sequences_of
+from ._torch_internals import any_autocast_is_on, below_autograd, is_watched, not_compiled
+from .checks import refuse_gradients, sequences_of
 
 _NAMES = ("q", "k", "v", "alibi_slopes", "learnable_sink", "attn_mask")  # what a gradient could flow into
+_NO_GRADIENT = "there is no backward pass yet"
+
+_REFUSALS = (TypeError, ValueError, NotImplementedError)  # what a check raises: these types, no subclass of them
 
 _library = torch.library.Library("fa2_cute", "DEF")
 _library.define(
@@ -56,7 +59,7 @@ def attend(
         if isinstance(mask, torch.Tensor) and mask.dtype in (torch.float16, torch.bfloat16):
             mask = mask.to(q.dtype)
     inputs = (q, k, v, alibi_slopes, sink, mask)
-    _refuse_gradients(inputs)
+    refuse_gradients(zip(_NAMES, inputs, strict=True), _NO_GRADIENT)
     options = {
         "softmax_scale": softmax_scale,
         "softcap": softcap,
@@ -68,20 +71,25 @@ def attend(
     }
     if block_table is not None:
         options |= {"block_table": block_table, "max_seqlen_q": max_seqlen_q}
-    if _eager(q, k, v):
+    if is_eager(q, k, v):
         return _launch(q, k, v, window=window, **options)
     return torch.ops.fa2_cute.attend.default(q, k, v, window_left=window[0], window_right=window[1], **options)
 
 
 def attend_named(names: dict[str, str], q, k, v, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attend`` for a caller whose arguments have other names: ``names`` maps q, k, ... to them, for the errors."""
+    """``attend`` for a caller whose arguments have other names: ``names`` maps q, k, ... to them, for the errors.
+
+    Only errors of this package's checks are changed, which begin with an argument's name and what came or is taken;
+    the new one has the old one as its cause.
+    """
     try:
         return attend(q, k, v, **options)
     except (TypeError, ValueError, NotImplementedError) as error:
-        name, _, complaint = str(error).partition(": ")
-        if name not in names:
-            raise
-        raise type(error)(f"{names[name]}: {complaint}") from None
+        message = str(error)
+        for name, of_caller in names.items():
+            if type(error) in _REFUSALS and message.startswith((f"{name}: got ", f"{name}: takes ")):
+                raise type(error)(of_caller + message[len(name) :]) from error
+        raise
 
 
 def _launch(q, k, v, *, block_table=None, max_seqlen_q=None, **options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,9 +110,8 @@ def _attend_pages(q, k, v, *, cu_seqlens_q, cu_seqlens_k, mask=None, **options) 
     return decode(q, k, v, cache_seqlens=lengths, cu_seqlens_q=cu_seqlens_q, **options)
 
 
-# Python behind a compiled graph is not to be compiled in turn: the emulator would be unrolled. (torch.compiler.disable
-# imports the compiler at once, which takes a second.)
-@torch._disable_dynamo
+# Python behind a compiled graph is not to be compiled in turn: the emulator would be unrolled.
+@not_compiled
 def _run(q, k, v, *, window_left=None, window_right=None, **options):
     """The operator on CUDA and CPU tensors."""
     return _launch(q, k, v, window=(window_left, window_right), **options)
@@ -122,11 +129,12 @@ def _fake(q, k, v, *, cu_seqlens_q=None, block_table=None, **options):
     return out, q.new_empty((*batch, heads, rows), dtype=torch.float32)
 
 
-@torch._disable_dynamo
+@not_compiled
 def _autograd(q, k, v, **options):
     """Refuses what ``attend`` refuses, also for a caller of the operator itself, and goes on below autograd."""
-    _refuse_gradients((q, k, v, options.get("alibi_slopes"), options.get("sink"), options.get("mask")))
-    with torch._C._AutoDispatchBelowAutograd():
+    inputs = (q, k, v, options.get("alibi_slopes"), options.get("sink"), options.get("mask"))
+    refuse_gradients(zip(_NAMES, inputs, strict=True), _NO_GRADIENT)
+    with below_autograd():
         return torch.ops.fa2_cute.attend.default(q, k, v, **options)
 
 
@@ -136,42 +144,17 @@ _library.impl("attend", _autograd, "Autograd")
 torch.library.register_fake("fa2_cute::attend", _fake, lib=_library)
 
 
-def _eager(q, k, v) -> bool:
+def is_eager(q, k, v) -> bool:
     """Whether nothing watches this call: no tracer, no mode, no transform, no tensor subclass."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or _subclass(q)
-        or _subclass(k)
-        or _subclass(v)
-    )
+    return not (torch.compiler.is_compiling() or is_watched() or _subclass(q) or _subclass(k) or _subclass(v))
 
 
 def _subclass(x) -> bool:
     return type(x) is not torch.Tensor and isinstance(x, torch.Tensor)
 
 
-def _refuse_gradients(inputs: tuple):
-    """``inputs`` in the order of _NAMES; what is no tensor is left for the checks of shapes and types."""
-    if torch.is_grad_enabled():
-        for name, x in zip(_NAMES, inputs, strict=True):
-            if x is not None and getattr(x, "requires_grad", False):
-                raise NotImplementedError(
-                    f"{name}: got a tensor that requires grad, takes one that does not (or a call under "
-                    "torch.no_grad()): there is no backward pass yet"
-                )
-    if forward_ad._current_level >= 0:
-        for name, x in zip(_NAMES, inputs, strict=True):
-            if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-                raise NotImplementedError(
-                    f"{name}: got a tensor with a forward-mode tangent, takes one without: there is no derivative yet"
-                )
-
-
 def _autocast_is_on(x) -> bool:
-    if not torch._C._is_any_autocast_enabled():  # the usual, and sooner known
+    if not any_autocast_is_on():  # the usual, and sooner known
         return False
     kind = x.device.type if isinstance(x, torch.Tensor) else None
     return kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)

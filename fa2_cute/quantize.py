@@ -2,7 +2,7 @@
 
 import torch
 
-from .descale import BLOCK_TOKENS
+from .cache_spec import BLOCK_TOKENS
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

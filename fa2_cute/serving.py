@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .cache_call import FP8_DTYPES
+from .cache_checks import FP8_DTYPES
 from .descale import normalise
 from .kvcache import append_to_kvcache, flash_attn_with_kvcache
 from .problem import DTYPES
@@ -42,6 +42,9 @@ class PagedKVCache:
         cache.free(a)
 
     Sequences are named by integers that are never used again. Calls are in order on one CUDA stream; no thread safety.
+    What tells the device where tokens are is made on the host, anew for each call, so calls are refused (RuntimeError)
+    while a CUDA graph is captured: a replay would repeat this call's pages and lengths. docs/serving.md says how to
+    capture a step.
 
     Arguments:
         pages, page_size: how many, and tokens in each.
@@ -162,6 +165,7 @@ class PagedKVCache:
 
         Raises OutOfPages, and then has taken none.
         """
+        self._refuse_capture()
         needed = self.pages_needed(sequences, new_tokens)
         if needed > self.free_pages:
             raise OutOfPages(needed, self.free_pages, self.pages)
@@ -214,10 +218,12 @@ class PagedKVCache:
 
     def lengths(self, sequences: Sequence[int]) -> torch.Tensor:
         """(n,) int32 on the device: tokens of each sequence."""
+        self._refuse_capture()
         return self._on_device([entry.length for entry in self._entries_of(sequences)], torch.int32)
 
     def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
         """(n, pages of the longest, at least 1) int32 on the device; -1 past the pages of a sequence."""
+        self._refuse_capture()
         tables = [entry.pages for entry in self._entries_of(sequences)]
         width = max([1, *map(len, tables)])
         rows = [pages + [-1] * (width - len(pages)) for pages in tables]
@@ -298,6 +304,14 @@ class PagedKVCache:
             self._owners[page] -= 1
             if self._owners[page] == 0:
                 self._free.append(page)
+
+    def _refuse_capture(self):
+        if self.k.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "PagedKVCache: got a call while a CUDA graph is captured, takes calls outside of one: append before a "
+                "replay, and capture flash_attn_with_kvcache on the pages k and v, with tensors for block_table and "
+                "lengths that are filled in before each replay"
+            )
 
     def _on_device(self, numbers: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Host numbers as a device tensor, without waiting for the device."""

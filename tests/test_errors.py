@@ -15,6 +15,7 @@ from fa2_cute import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    forward,
     jit,
     scaled_dot_product_attention,
     tiling,
@@ -499,6 +500,44 @@ def heads_first(query=(2, 4, 5, 64), key=(2, 4, 7, 64), value=(2, 4, 7, 64)):
 )
 def test_torchs_attention(kind, name, shapes, options):
     refused_by(scaled_dot_product_attention, kind, name, "takes", given=heads_first(**shapes), **options)
+
+
+class Unreadable(ValueError):
+    """Not the package's own: it cannot be made of a message alone."""
+
+    def __init__(self, message, code):
+        super().__init__(message)
+        self.code = code
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("v: 3 of 5 blocks failed"),
+        ValueError("values: got 3, takes 2"),
+        ValueError("v"),
+        ValueError(),
+        KeyError("v: got 3, takes 2"),
+        Unreadable("v: got 3, takes 2", 7),
+    ],
+)
+def test_errors_of_others_stay_as_they_are(monkeypatch, error):
+    """Only what a check says about an argument is said of the caller's argument."""
+
+    def attend(*args, **options):
+        raise error
+
+    monkeypatch.setattr(forward, "attend", attend)
+    with pytest.raises(type(error)) as caught:
+        scaled_dot_product_attention(*heads_first())
+    assert caught.value is error
+
+
+def test_a_renamed_error_has_the_original_as_its_cause():
+    query, key, value = heads_first()
+    with pytest.raises(TypeError, match=r"^value: got dtype torch\.float32") as caught:
+        scaled_dot_product_attention(query, key, value.float())
+    assert str(caught.value.__cause__) == str(caught.value).replace("value: ", "v: ", 1)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])

@@ -212,6 +212,17 @@ def test_mixed_devices_are_refused():
         flash_attn_func(q, k.cpu(), v)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_runs_on_the_device_of_its_tensors():
+    """The current device is another one, at the first call and at the next."""
+    q, k, v = (normal(1, 300, 4, 64, seed=i) for i in range(3))
+    expected = flash_attn_func(q, k, v)
+    for _ in range(2):
+        out = flash_attn_func(*(x.to("cuda:1") for x in (q, k, v)))
+        assert out.device == torch.device("cuda:1")
+        assert torch.equal(out.to(q.device), expected)
+
+
 def test_an_unsupported_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (7, 5))
     q = normal(1, 4, 1, 64)

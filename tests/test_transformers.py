@@ -27,42 +27,44 @@ COMMON = {
     "vocab_size": 61,
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 64,
+    "head_dim": 32,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-BOTH = ["sliding_attention", "full_attention"]
+KINDS = ["sliding_attention", "full_attention"]  # of layers, where a model has both
 ALL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}  # a choice of experts would turn rounding into jumps
 
 
-def configuration(name):
+def configuration(name, layers=2):
+    common = COMMON | {"num_hidden_layers": layers}
+    windows = {"sliding_window": 7, "layer_types": KINDS[:layers]}
     if name == "llama":
-        return transformers.LlamaConfig(**COMMON)
+        return transformers.LlamaConfig(**common)
     if name == "qwen3":
-        return transformers.Qwen3Config(**COMMON)
+        return transformers.Qwen3Config(**common)
     if name == "mistral":
-        return transformers.MistralConfig(**COMMON, sliding_window=7)
+        return transformers.MistralConfig(**common, sliding_window=7)
     if name == "gemma2":
-        return transformers.Gemma2Config(**COMMON, sliding_window=7, layer_types=BOTH, attn_logit_softcapping=2.0)
+        return transformers.Gemma2Config(**common, **windows, attn_logit_softcapping=2.0)
     if name == "gemma3":
-        return transformers.Gemma3TextConfig(**COMMON, sliding_window=7, layer_types=BOTH)
+        return transformers.Gemma3TextConfig(**common, **windows)
     if name == "gpt_oss":
-        return transformers.GptOssConfig(**COMMON, sliding_window=7, layer_types=BOTH, **ALL_EXPERTS)
+        return transformers.GptOssConfig(**common, **windows, **ALL_EXPERTS)
     raise AssertionError(name)
 
 
 MODELS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"]
 
 
-def model(name):
+def model(name, layers=2):
     """A causal language model whose weights bfloat16 holds, in float32; large enough that attention matters."""
     torch.manual_seed(0)
-    made = transformers.AutoModelForCausalLM.from_config(configuration(name), attn_implementation="eager").eval()
+    of = configuration(name, layers)
+    made = transformers.AutoModelForCausalLM.from_config(of, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter).mul_(0.2).bfloat16())
@@ -101,9 +103,11 @@ def check_logits(of, given):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """The core in float64: who sees whom is what is asked."""
+    """The core in float64: who sees whom is what is asked. Gives the options of its calls, a layer each."""
+    calls = []
 
     def attend(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, **options):
+        calls.append(options | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
         if cu_seqlens_q is None:
             out, lse = reference.attention(q, k, v, **options)
         else:
@@ -112,6 +116,44 @@ def quick(monkeypatch):
         return out.to(q.dtype), lse.float()
 
     monkeypatch.setattr(forward, "attend", attend)
+    return calls
+
+
+def form_of(call):
+    """How the core is told who sees whom: by a window, and by what else."""
+    if call["cu_seqlens_q"] is not None:
+        assert torch.equal(call["cu_seqlens_q"], call["cu_seqlens_k"])
+        return call["window"], call["cu_seqlens_q"].tolist()
+    return call["window"], None if call["mask"] is None else tuple(call["mask"].shape)
+
+
+CAUSAL, WINDOW, NOTHING = (None, 0), (6, 0), (None, None)
+PAIRS = (2, 1, 19, 19)  # a mask of every pair
+OF_TWO_ROWS = [0, 8, 19, 27, 38]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "forms"),
+    [
+        ("llama", "plain", [(CAUSAL, None)]),
+        ("llama", "padded", [(CAUSAL, (2, 1, 1, 19))]),
+        ("llama", "packed", [(CAUSAL, OF_TWO_ROWS)]),
+        ("qwen3", "plain", [(CAUSAL, None)]),
+        ("mistral", "plain", [(WINDOW, None)]),
+        ("mistral", "padded", [(NOTHING, PAIRS)]),
+        ("mistral", "packed", [(NOTHING, PAIRS)]),
+        ("gemma3", "plain", [(WINDOW, None), (CAUSAL, None)]),
+        ("gemma3", "padded", [(NOTHING, PAIRS), (CAUSAL, (2, 1, 1, 19))]),
+        ("gemma3", "packed", [(NOTHING, PAIRS), (CAUSAL, OF_TWO_ROWS)]),
+    ],
+)
+def test_the_form_of_a_mask(quick, name, kind, forms):
+    """Another version of transformers may be as right with a mask of every pair: it must not come to that unseen."""
+    of = model(name).bfloat16()
+    of.set_attn_implementation("fa2_cute")
+    of(**inputs(kind))
+    layers = of.config.num_hidden_layers
+    assert [form_of(call) for call in quick] == (forms if len(forms) == layers else forms * layers)
 
 
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
@@ -120,14 +162,18 @@ def test_logits(quick, name, kind):
     check_logits(model(name), inputs(kind))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_on_the_kernel(name):
-    check_logits(model(name), inputs("plain"))
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 1), ("gemma3", 2), ("gpt_oss", 1)])
+def test_logits_on_the_kernel(name, layers):
+    """One layer with softcap and one with sinks, each in a window; two layers with a window and without one.
+
+    What llama, qwen3 and mistral ask of the core is what the two layers of gemma3 ask (``test_the_form_of_a_mask``).
+    """
+    check_logits(model(name, layers), inputs("plain"))
 
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 def test_masks_on_the_kernel(kind):
-    check_logits(model("llama"), inputs(kind))
+    check_logits(model("llama", 1), inputs(kind))
 
 
 def check_generation(of, given, tokens, **options):
@@ -166,7 +212,7 @@ def test_greedy_generation(quick, name, kind, cache):
 
 
 def test_greedy_generation_on_the_kernel():
-    check_generation(model("llama"), inputs("padded", 7), 5)
+    check_generation(model("llama", 1), inputs("padded", 7), 5)
 
 
 def test_a_prompt_in_two_parts(quick):
@@ -195,7 +241,7 @@ def test_packed_by_cumulative_lengths(quick):
 
 
 def test_a_compiled_model_is_one_graph(quick):
-    of = model("llama").bfloat16()
+    of = model("llama", 1).bfloat16()
     of.set_attn_implementation("fa2_cute")
     for kind in ("plain", "padded"):
         given = inputs(kind) | {"use_cache": False}

@@ -97,8 +97,10 @@ def explore(
     report = report or file.with_suffix(".html")
     reporting.write(found, report)
     console.print(f"Report: {report}")
+    best = found.best
+    if apply and (best is None or best.measured is None):
+        raise ValueError("--apply: no tile could be measured; the report says why")
     if apply:
-        best = found.best
         tile = tuning.tile_of(best.point)
         kind = tuning.ProblemClass(workload.dtype, workload.head_dim, workload.head_dim, workload.causal)
         path = tuning.apply(tile, kind, device, f"{best.measured['median']:.4f} ms on {workload.title}")

@@ -50,8 +50,8 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     paths = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
     stem.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
-        figure.savefig(paths[0], bbox_inches="tight", metadata={"Date": None})
-        figure.savefig(paths[1], bbox_inches="tight", dpi=110)
+        figure.savefig(paths[0], metadata={"Date": None})
+        figure.savefig(paths[1], dpi=110)
     return paths
 
 
@@ -59,7 +59,7 @@ def svg(figure: Figure) -> str:
     """The figure as an <svg> element."""
     with matplotlib.rc_context(STYLE):
         out = io.StringIO()
-        figure.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None})
+        figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()
     return text[text.index("<svg") :]
 

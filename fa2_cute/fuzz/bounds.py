@@ -141,6 +141,7 @@ def _head_bounds(logits, delta, value, visible, sink, dtype) -> tuple[torch.Tens
     """Bounds of the rows of one head. logits, delta (queries, keys): what is exact and how far the kernel's may be off
     before the reference is subtracted; value (keys, value_dim); visible (queries, keys); sink: a scalar or None."""
     rows, keys = logits.shape[0], visible.sum(dim=1, keepdim=True)
+    sees_nothing = (~visible | (logits == -math.inf)).all(dim=1, keepdim=True)
     lowest, highest = (value.amin(dim=0), value.amax(dim=0)) if len(value) else (value.sum(dim=0),) * 2
     logits = logits.masked_fill(~visible, -math.inf)
     delta = delta.masked_fill(~visible, 0.0)
@@ -170,7 +171,7 @@ def _head_bounds(logits, delta, value, visible, sink, dtype) -> tuple[torch.Tens
     sums = keys + (sink is not None)
     rounding = (2 * ROUNDOFF[dtype] + (6 + 2 * (sink is not None) + 3 * sums) * FP32) * mass
     underflow = HALF_DENORMAL[dtype] + (HALF_DENORMAL[dtype] + 2.0**-126) * (visible.double() @ value.abs()) + 2.0**-125
-    out_bound = torch.where(keys > 0, spread + rounding + underflow, 0.0)
+    out_bound = torch.where(sees_nothing, 0.0, spread + rounding + underflow)
 
     moved = torch.maximum(
         torch.logsumexp(exponent + delta, dim=1, keepdim=True), -torch.logsumexp(exponent - delta, dim=1, keepdim=True)

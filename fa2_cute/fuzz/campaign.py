@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from .cases import Case
 from .judging import check
-from .strategies import PLAIN, cases, some_kernels
+from .strategies import PLAIN, caches, cases, length_pairs, some_kernels
 
 CASES_A_ROUND = 500  # hypothesis starts afresh, with a seed of its own and other kernels, after as many
 KERNELS_A_ROUND = 8  # a kernel takes some 4 s to compile: half a minute for a minute or two of emulated cases
@@ -76,7 +76,7 @@ class Campaign:
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
         )
-        @hypothesis.given(cases(kernels))
+        @hypothesis.given(cases(kernels, dense=length_pairs() | caches()))
         def draw(case):
             now = time.monotonic()
             if now > (deadline + SHRINK_SECONDS if smallest else deadline):

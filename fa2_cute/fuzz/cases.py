@@ -210,6 +210,8 @@ def _length_class(length: int) -> str:
     """Relative to multiples of 64, which every tile side is."""
     if length <= 1:
         return str(length)
+    if length > 1000:
+        return "long"
     return {0: "full tiles", 1: "a tile + 1", 63: "a tile - 1"}.get(length % 64, "other")
 
 

@@ -149,6 +149,12 @@ def length_pairs(draw, limit: int = 260) -> tuple[int, int]:
 
 
 @st.composite
+def caches(draw) -> tuple[int, int]:
+    """(query_len, key_len): a few queries on a cache that is long enough to be split among blocks."""
+    return draw(st.sampled_from([1, 1, 2, 5, 16])), draw(st.sampled_from([1023, 1024, 1025, 1031, 1100, 1664]))
+
+
+@st.composite
 def packings(draw) -> dict:
     """Packed sequences and rows around them: a few, many of length 0, more of them than rows, none; sometimes cut."""
     empty = st.sampled_from([(0, 0), (0, 5), (3, 0)])
@@ -206,8 +212,9 @@ def cases(
     draw,
     kernels: st.SearchStrategy[Kernel] = st.sampled_from(TESTED),  # noqa: B008
     values: st.SearchStrategy[str] | None = None,
+    dense: st.SearchStrategy[tuple[int, int]] = length_pairs(),  # noqa: B008
 ) -> Case:
-    """A whole call, small enough for the emulator."""
+    """A whole call, small enough for the emulator; ``dense`` has the lengths of sequences that are not packed."""
     kernel = draw(kernels)
     drawn_values = draw(st.sampled_from(kinds_of_values(kernel)) if values is None else values)
     heads, kv_heads = draw(head_counts)
@@ -215,7 +222,7 @@ def cases(
         shape = draw(packings())
         pairs, batch, offset = shape["packed"], 1, 0
     else:
-        query_len, key_len = draw(length_pairs())
+        query_len, key_len = draw(dense)
         shape = {"query_len": query_len, "key_len": key_len}
         pairs, batch, offset = [(query_len, key_len)], draw(st.integers(1, 3)), key_len - query_len
     tiles = sum(-(-rows // 128) * -(-keys // 64) for rows, keys in pairs) * (kernel.head_dim + kernel.value_dim) / 128

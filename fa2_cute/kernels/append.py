@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ..append_spec import THREADS, VECTOR, AppendSpec
-from ..descale import BLOCK_TOKENS
+from ..cache_spec import BLOCK_TOKENS
 
 
 class Append:

@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ..decode_spec import LARGEST_SCALE, SCALE_BLOCK, DecodeSpec
+from ..cache_spec import BLOCK_TOKENS
+from ..decode_spec import LARGEST_SCALE, DecodeSpec
 from . import pages
 from .decode_work import Keys, Rows
 
@@ -172,7 +173,7 @@ class CacheRing:
         """Of this lane's key if paged, and 1 if it does not exist; else of all keys of the tile."""
         if cutlass.const_expr(self.spec.paged):
             return cutlass.select_(exists, mScale[page, 0, rows.kv_head], Float32(1.0))
-        return mScale[keys.row, first_key // SCALE_BLOCK, rows.kv_head]
+        return mScale[keys.row, first_key // BLOCK_TOKENS, rows.kv_head]
 
 
 def of_key(spec: DecodeSpec, scale: Float32, key: Int32) -> Float32:

@@ -31,7 +31,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..decode_spec import DecodeSpec
+from ..decode_spec import SMALLEST_SCALE, DecodeSpec
 from . import softmax
 from .cache_products import CacheProducts
 from .cache_ring import CacheRing
@@ -40,9 +40,6 @@ from .decode_output import DecodeOutput, Target
 from .decode_work import Keys, Rows, find_keys, find_rows
 from .products import accumulator_rows
 from .softmax import LOG2_E
-
-# As in the forward kernel: a scale of zero becomes the smallest number, so that -inf times it stays -inf.
-SMALLEST_SCALE = 2.0**-149
 
 
 class Decode:

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-VECTOR_BYTES = 16  # the widest cp.async and the row of one ldmatrix matrix
+from ..cache_spec import VECTOR_BYTES
 
 
 def chunks_a_line(row_bytes: int) -> int:

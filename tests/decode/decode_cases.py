@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+from fa2_cute.cache_spec import BLOCK_TOKENS
 from fa2_cute.decode import decode
 from fa2_cute.decode_spec import WARP_M
-from fa2_cute.descale import BLOCK_TOKENS
 from fa2_cute.fuzz.bounds import bounds
 from fa2_cute.reference import attention
 from fa2_cute.reference_cache import Cache

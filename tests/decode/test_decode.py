@@ -40,6 +40,17 @@ def test_each_setting_with_several_splits(setting):
     judge(case, tensors, *run(case, tensors))
 
 
+@pytest.mark.parametrize(
+    ("cache_dtype", "value_dim"),
+    [*(("bfloat16", dim) for dim in (136, 160, 192, 208)), ("float8_e4m3fn", 144), ("float8_e4m3fn", 192)],
+)
+def test_values_that_two_warps_share_unevenly(cache_dtype, value_dim):
+    """Columns that are no whole lines of the swizzle for each of the two warps: padded, or it does not compile."""
+    case = Case(Setting(cache_dtype=cache_dtype, head_dim=64, value_dim=value_dim), (70, 33), length=70, splits=1)
+    tensors = make(case)
+    judge(case, tensors, *run(case, tensors))
+
+
 def same(a, b) -> bool:
     """The same bits, NaN included."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

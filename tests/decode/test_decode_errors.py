@@ -5,6 +5,7 @@ import torch
 
 from fa2_cute import jit
 from fa2_cute.decode import decode, prepare
+from fa2_cute.decode_checks import takes
 
 BATCH, LENGTH, KV_HEADS, HEADS, DIM = 2, 40, 2, 8, 64
 STARTS = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -132,3 +133,80 @@ def test_a_plan_takes_the_queries_that_it_was_made_for():
     plan = prepare(cache(BATCH, 1, HEADS, DIM), k, k)
     with pytest.raises(ValueError, match=r"^q: got .* takes what was prepared for"):
         plan.run(cache(BATCH, 2, HEADS, DIM), INT32)
+
+
+def wide(*shape):
+    """A shape of any size: strides of 0."""
+    return cache(8).expand(*shape, 8)
+
+
+def many(sequences, rows, heads):
+    """Packed queries of ``heads`` heads on one KV head."""
+    return {
+        "q": wide(rows, heads),
+        "k_cache": wide(1, 16, 1),
+        "v_cache": wide(1, 16, 1),
+        "cu_seqlens_q": torch.zeros(1, dtype=torch.int32).expand(sequences + 1),
+        "block_table": torch.zeros(1, 1, dtype=torch.int32).expand(sequences, 1),
+        "max_seqlen_q": 1,
+    }
+
+
+def test_rows_and_blocks_that_32_bits_do_not_count():
+    with pytest.raises(ValueError, match=r"^q: got 8388608 rows of 256 heads in 2 sequences, takes fewer: 2147483648"):
+        prepare(**many(2, 2**23, 256))
+    with pytest.raises(ValueError, match=r"^q: got 1048576 rows of 256 heads in 120000000 sequences, takes fewer"):
+        prepare(**many(120_000_000, 2**20, 256))
+    assert prepare(**many(2, 2**22, 256)).spec.varlen
+    keys = {"k_cache": wide(2**21, 16, 2**10), "v_cache": wide(2**21, 16, 2**10)}
+    with pytest.raises(ValueError, match=r"^q: got 2097152 sequences, takes fewer with 1024 KV heads"):
+        prepare(q=wide(2**21, 1, 2**10), **keys)
+    assert prepare(q=wide(2**21 - 1, 1, 2**10), **keys).spec is not None
+
+
+def test_splits_of_an_output_that_32_bits_do_not_address():
+    given = {"q": wide(2**13, 2**8, 2**7), "k_cache": wide(2**13, 16, 2**7), "v_cache": wide(2**13, 16, 2**7)}
+    with pytest.raises(ValueError, match=r"^num_splits: got 2, takes 0 or 1 for an output of 2\^31 elements or more"):
+        prepare(**given, num_splits=2)
+    assert prepare(**given).choice.splits == 1
+    packed = many(2, 2**22, 2**7)
+    packed |= {"k_cache": wide(8, 2**16, 1), "v_cache": wide(8, 2**16, 1)}
+    assert prepare(**packed).choice.splits == 1
+
+
+def test_a_negated_view_is_no_cache():
+    k = cache(BATCH, LENGTH, KV_HEADS, DIM)
+    call_with = {"q": cache(BATCH, 1, HEADS, DIM), "k_cache": k, "v_cache": k}
+    prepare(**call_with)  # what is chosen for it must not be taken for the next
+    for name in ("k_cache", "v_cache"):
+        with pytest.raises(ValueError, match=f"^{name}: got a negated view"):
+            prepare(**call_with | {name: torch._neg_view(k)})
+
+
+def test_a_window_of_true_is_not_one_of_1():
+    k = cache(BATCH, LENGTH, KV_HEADS, DIM)
+    prepare(cache(BATCH, 1, HEADS, DIM), k, k, window=(1, 0))
+    with pytest.raises(TypeError, match=r"^window_size: got \(True, 0\)"):
+        prepare(cache(BATCH, 1, HEADS, DIM), k, k, window=(True, 0))
+
+
+def test_takes_says_what_decode_refuses():
+    """Of what the forward pass takes; each shape at its limit and past it."""
+
+    def of(batch, query_len, heads, key_len, kv_heads):
+        return wide(batch, query_len, heads), wide(batch, key_len, kv_heads), wide(batch, key_len, kv_heads)
+
+    for shape in ((1, 1, 8, 2**30 - 2, 8), (2**21 - 1, 1, 2**10, 16, 2**10), (1, 2**12, 16, 16, 1)):
+        assert takes(*of(*shape))
+        prepare(*of(*shape))
+    for shape in ((1, 1, 8, 2**30 - 1, 8), (2**21, 1, 2**10, 16, 2**10)):
+        assert not takes(*of(*shape))
+        with pytest.raises(ValueError, match="takes fewer"):
+            prepare(*of(*shape))
+    q, k, v = of(1, 1, 8, 16, 8)
+    assert takes(q, k, v)
+    assert not takes(q, torch._neg_view(k), v)
+    far = [torch.empty_strided((2, 16, 1, 8), (n, 8, 8, 1), dtype=k.dtype, device="meta") for n in (2**35 - 8, 2**35)]
+    assert takes(q, far[0], v)
+    assert not takes(q, far[1], v)  # rows of the cache 64 GiB apart
+    assert not takes(q, k, far[1])

@@ -33,6 +33,7 @@ def test_a_specification_for_every_call_that_is_taken(head_dim, value_dim, rows,
     assert spec.tiles_m(rows) * spec.tile_m >= rows
     assert spec.value_width >= value_dim
     assert spec.value_width % (16 * spec.warps_v) == 0
+    assert spec.warps_v == 1 or spec.value_bytes % (128 * spec.warps_v) == 0
 
 
 @given(st.integers(1, 200), st.integers(1, 5000), st.integers(1, 2**20))

@@ -173,6 +173,7 @@ def test_apply_writes_the_fastest_measured_tile_for_later_calls(tmp_path, monkey
     monkeypatch.setattr(searching, "_measured", measured)
     monkeypatch.setattr(command, "device_name", lambda arch: "A Card")
     monkeypatch.setattr(space_module, "points", lambda *_: list(known))
+    monkeypatch.setattr(report, "write", lambda *_: None)
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "tuning.json"))
     files = {"file": tmp_path / "r.json", "report": tmp_path / "r.html"}
     command.explore(workload, SM_120, Console(), jobs=1, apply=True, **files)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from hypothesis import strategies as st
 
-from fa2_cute.descale import BLOCK_TOKENS
+from fa2_cute.cache_spec import BLOCK_TOKENS
 from fa2_cute.reference_cache import Cache
 
 DTYPES = {

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from fa2_cute import cache_ops, jit
+from fa2_cute import append, append_spec, cache_ops, checks, descale, jit
+from fa2_cute.cache_spec import MAX_INT32
+from fa2_cute.decode_checks import Heads
 from fa2_cute.kvcache import append_to_kvcache, flash_attn_with_kvcache
 
 BATCH, HEADS, KV_HEADS, DIM, LENGTH, PAGE = 2, 4, 2, 64, 16, 4
@@ -193,6 +195,18 @@ WRONG = {
     "causal": (TypeError, "causal: got None", plain(causal=None)),
     "window of one": (TypeError, "window_size: got 5", plain(window_size=5)),
     "window of floats": (TypeError, "window_size: got (1.0, 2)", plain(window_size=(1.0, 2))),
+    "window of a bool": (TypeError, "window_size: got (True, 0)", plain(window_size=(True, 0))),
+    "negative window": (ValueError, "window_size: got (-2, 0)", plain(window_size=(-2, 0))),
+    "negated lengths": (
+        ValueError,
+        "cache_seqlens: got a negated view",
+        plain(cache_seqlens=torch._neg_view(torch.zeros(2, dtype=INT))),
+    ),
+    "FP8 of half vectors": (
+        ValueError,
+        "v_cache: got rows of 24, takes multiples of 16",
+        quantised(v_cache=zeros(2, 16, 2, 32).to(torch.float8_e4m3fn)[..., :24]),
+    ),
     "softcap": (ValueError, "softcap: got -1", plain(softcap=-1.0)),
     "scale": (TypeError, "softmax_scale: got str", plain(softmax_scale="1")),
     "slopes": (ValueError, "alibi_slopes: got shape", plain(alibi_slopes=torch.zeros(3))),
@@ -251,9 +265,95 @@ def test_append_alone_refuses_the_same():
         append_to_kvcache(**arguments)
     for changes, kind, start in (
         ({"k": None}, TypeError, "k: got NoneType"),
+        ({"k": zeros(2, 2, 2, 64, dtype=torch.float32)}, TypeError, "k: got dtype torch.float32"),
+        ({"k": zeros(2, 2, 4, 64)}, ValueError, "k: got shape (2, 2, 4, 64), takes (2, 2, 2, 64): k's batch"),
+        ({"k_cache": zeros(2, 16, 2, 72)}, ValueError, "k_cache: got rows of 72, takes k's head_dim"),
+        ({"rotary_cos": torch.zeros(16, 16).double()}, TypeError, "rotary_cos: got dtype torch.float64, takes k's"),
+        ({"v": None}, ValueError, "v: got None"),
+        ({"cache_seqlens": None}, ValueError, "cache_seqlens: got None"),
         ({"cache_seqlens": 15}, ValueError, "cache_seqlens: got 15"),
         ({"v": zeros(2, 1, 2, 32)}, ValueError, "v: got shape"),
     ):
         with pytest.raises(kind) as caught:
             append_to_kvcache(**{**arguments, **changes})
         assert str(caught.value).startswith(start)
+
+
+GRADED = {
+    **{name: plain() for name in ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")},
+    "learnable_sink": plain(learnable_sink=torch.zeros(HEADS)),
+    "alibi_slopes": plain(alibi_slopes=torch.zeros(HEADS)),
+    "k_descale": quantised(k_descale=torch.ones(())),
+    "v_descale": quantised(v_descale=torch.ones(())),
+}
+
+
+@pytest.mark.parametrize("name", GRADED)
+def test_a_gradient_through_any_argument_is_refused_by_name(name):
+    given = GRADED[name][name]
+    for call in calls_with(name):
+        with pytest.raises(NotImplementedError, match=f"^{name}: got a tensor that requires grad, takes"):
+            call(**{name: given.detach().clone().requires_grad_()})
+        with torch.no_grad(), pytest.raises(Reached):
+            call(**{name: given.detach().clone().requires_grad_()})
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(given.float(), torch.ones(given.shape)).to(given.dtype)
+            with pytest.raises(NotImplementedError, match=f"^{name}: got a tensor with a forward-mode tangent, takes"):
+                call(**{name: dual})
+
+
+def calls_with(name):
+    """The function, the operator that its graph holds, and the append alone if it has the argument."""
+    arguments = GRADED[name]
+
+    def operator(**changes):
+        given = {**arguments, **changes}
+        positional = [given.pop(name) for name in ("q", "k_cache", "v_cache", "k", "v")]
+        return torch.ops.fa2_cute.with_kvcache.default(*positional, **given)
+
+    def appending(**changes):
+        given = {**arguments, **changes}
+        del given["q"]
+        return append_to_kvcache(**given)
+
+    yield lambda **changes: flash_attn_with_kvcache(**{**arguments, **changes})
+    yield operator
+    if name not in ("q", "learnable_sink", "alibi_slopes"):
+        yield appending
+
+
+def test_an_append_of_more_than_31_bits_count():
+    """Strides of 0: shapes alone are large. The kernel counts rows (token x head), and blocks, in 32 bits."""
+
+    def wide(tokens, heads):
+        return zeros(8).expand(1, tokens, heads, 8)
+
+    tokens = 2**23
+    given = {"k_cache": wide(tokens, 256), "v_cache": wide(tokens, 256), "cache_seqlens": zeros(1, dtype=INT)}
+    with pytest.raises(ValueError, match=r"^k: got shape \(1, 8388608, 256, 8\), takes fewer tokens and heads"):
+        append_to_kvcache(k=wide(tokens, 256), v=wide(tokens, 256), **given)
+    fewer = tokens - 1
+    assert fewer * 256 + append_spec.THREADS <= MAX_INT32
+    with pytest.raises(Reached):
+        append_to_kvcache(k=wide(fewer, 256), v=wide(fewer, 256), **given)
+
+
+def test_lazily_negated_factors_are_negated_before_a_kernel_reads_them():
+    """A kernel reads memory, where a negated view has the numbers of its base."""
+    q, heads = plain()["q"], Heads(BATCH, HEADS)
+    pages = paged()["k_cache"].to(torch.float8_e4m3fn)
+
+    def normalised(x):
+        return descale.normalise("k_descale", x, pages, batch=BATCH, paged=True).factors
+
+    for x, taken in (
+        (torch.rand(HEADS), lambda x: checks.slopes_of(x, heads, q)),
+        (torch.rand(HEADS), lambda x: checks.sink_of(x, heads, q)),
+        (torch.rand(BATCH, KV_HEADS), normalised),
+        (torch.rand(9, 1, KV_HEADS), normalised),
+        (torch.rand(LENGTH, 16), append._angles),
+    ):
+        got = taken(torch._neg_view(x))
+        assert not got.is_neg()
+        assert torch.equal(got, taken(-x))
+        assert not torch.equal(got, taken(x))

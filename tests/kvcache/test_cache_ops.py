@@ -61,3 +61,33 @@ def test_gradients_are_refused_by_the_operators_too():
         torch.ops.fa2_cute.with_kvcache.default(*positional, **options)
     with torch.no_grad():
         torch.ops.fa2_cute.with_kvcache.default(*positional, **options)
+
+
+def test_the_append_alone_keeps_what_its_schema_says():
+    (_, k_cache, v_cache, k, v), options = arguments(make(CASE))
+    del options["causal"]
+    torch.library.opcheck(torch.ops.fa2_cute.append_kvcache.default, (k_cache, v_cache, k, v), options)
+
+
+def test_autocast_casts_queries_and_new_tokens_and_no_cache():
+    (q, k_cache, v_cache, k, v), options = arguments(make(CASE))
+    twins = k_cache.clone(), v_cache.clone()
+    expected = flash_attn_with_kvcache(q, *twins, k, v, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = flash_attn_with_kvcache(q.float(), k_cache, v_cache, k.float(), v.float(), **options)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, expected)
+    assert torch.equal(k_cache, twins[0])
+    del options["causal"]
+    for k_twin, v_twin in (twins, (k_cache, v_cache)):
+        k_twin.zero_(), v_twin.zero_()
+    append_to_kvcache(*twins, k, v, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        append_to_kvcache(k_cache, v_cache, k.float(), v.float(), **options)
+    assert torch.equal(k_cache, twins[0])
+    assert torch.equal(v_cache, twins[1])
+    with (
+        torch.autocast("cpu", dtype=torch.float16),
+        pytest.raises(TypeError, match=r"^k_cache: got dtype torch.bfloat16, takes q's dtype torch.float16"),
+    ):
+        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **options)

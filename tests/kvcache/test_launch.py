@@ -64,8 +64,8 @@ def test_a_recorded_call_is_right_on_other_tensors(setting, options, monkeypatch
         {"q": torch.zeros(3, 2, 4, 64).bfloat16()},
         {"q": torch.zeros(3, 4, 1, 64).bfloat16().transpose(1, 2)},
         {"q": torch.zeros(3, 1, 4, 64).half()},
-        {"q": torch.zeros(3, 1, 4, 64).bfloat16().requires_grad_()},
         {"q": torch._neg_view(torch.zeros(3, 1, 4, 64).bfloat16())},
+        {"learnable_sink": torch._neg_view(torch.zeros(4))},
         {"q": torch.zeros(3 * 4 * 64 + 1).bfloat16()[1:].view(3, 1, 4, 64)},
         {"k_cache": torch.zeros(5 * 8 * 2 * 64 + 1).bfloat16()[1:].view(5, 8, 2, 64)},
         {"cache_seqlens": 3},
@@ -113,7 +113,52 @@ def test_an_append_alone_and_no_queries():
     del given["q"]
     append_to_kvcache(**given)
     assert torch.equal(given["k_cache"][1, 5], given["k"][1, 0])
-    assert recorded() == 0
+    assert recorded() == 1
+
+
+@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[3]], ids=["plain", "rotated, FP8, pages"])
+def test_a_recorded_append_is_right_on_other_tensors(setting, monkeypatch):
+    """The second append gives what the first gave of the same numbers; the judge of appends is in test_append.py."""
+    tensors = [make(Case(setting, (2, 5, 7), new_len=2, kv_heads=2, seed=seed)) for seed in (0, 1, 0, 1)]
+
+    def appended(t):
+        descales = {"k_descale": t.cache.k_descale, "v_descale": t.cache.v_descale}
+        rotary = {"rotary_cos": t.cos, "rotary_sin": t.sin, "rotary_interleaved": setting.interleaved}
+        where = {"block_table": t.cache.block_table, "cache_batch_idx": t.cache.cache_batch_idx}
+        append_to_kvcache(t.cache.k, t.cache.v, t.k, t.v, t.seqlens, **rotary, **where, **descales)
+        return [x.view(torch.uint8) for x in (t.cache.k, t.cache.v)]
+
+    before = [x.clone() for x in (tensors[0].cache.k.view(torch.uint8), tensors[1].cache.k.view(torch.uint8))]
+    expected = []
+    for t in tensors[:2]:
+        cache_ops._RECORDINGS.clear()
+        expected.append(appended(t))
+        assert recorded() == 1
+
+    def appending(*arguments, **options):
+        raise Checked
+
+    monkeypatch.setattr(cache_ops.CacheCall, "appending", appending)
+    for t, wanted, unchanged in zip(tensors[2:], expected, before, strict=True):
+        got = appended(t)
+        assert all(map(torch.equal, got, wanted))
+        assert not torch.equal(got[0], unchanged)
+
+
+def test_parameters_and_tensors_that_require_grad_are_recorded_where_no_gradient_is_wanted(monkeypatch):
+    sink = torch.nn.Parameter(torch.ones(4))
+    expected = flash_attn_with_kvcache(**arguments(CASE, learnable_sink=sink.detach()))
+    cache_ops._RECORDINGS.clear()
+    trained = arguments(CASE)["q"].requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(flash_attn_with_kvcache(**arguments(CASE, q=trained, learnable_sink=sink)), expected)
+        assert recorded() == 1
+        refuse_checks(monkeypatch)
+        got = flash_attn_with_kvcache(**arguments(CASE, q=trained, learnable_sink=sink))
+    assert torch.equal(got, expected)
+    assert not got.requires_grad
+    with pytest.raises(NotImplementedError, match=r"^q: got a tensor that requires grad"):
+        flash_attn_with_kvcache(**arguments(CASE, q=trained))
 
 
 def test_recordings_hold_no_tensor():

@@ -1,5 +1,7 @@
 """The paged cache against lists of tokens: contents, who owns which page, and what is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import settings
@@ -218,3 +220,28 @@ def test_refuses_and_changes_nothing(kind, start, call):
     assert "takes" in str(caught.value)
     assert tokens_of(cache, name) == [1, 2]
     assert cache.free_pages == PAGES - 1
+
+
+def test_no_call_while_a_graph_is_captured(monkeypatch):
+    cache = small_cache()
+    first = cache.allocate(3)
+    append(cache, [first], [[1, 2, 3]])
+    owned, free = cache.pages_of(first), cache.free_pages
+    pages = cache.k
+    cache.k = SimpleNamespace(is_cuda=True, shape=pages.shape)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    token = torch.zeros(1, 1, 1, 8).half()
+    calls = (
+        lambda: cache.lengths([first]),
+        lambda: cache.block_table([first]),
+        lambda: cache.reserve([first], 9),
+        lambda: cache.append([first], token, token),
+        lambda: cache.attend([first], token, token, token),
+        lambda: cache.attend([first], token),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"^PagedKVCache: got a call while a CUDA graph is captured, takes"):
+            call()
+    assert (cache.pages_of(first), cache.free_pages, cache.length(first)) == (owned, free, 3)
+    cache.k = pages
+    cache.reserve([first], 9)
