@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from .. import attention, emulator, tiling
+from .. import emulator, forward, tiling
 
 QKVO = ("q", "k", "v", "out")
 LSE = 4  # the argument after those four; then the scale and the query heads a KV head
@@ -124,7 +124,7 @@ def _scalars():
     yield CallMutant("scale", "0.1% smaller", scale(lambda c: 0.999 * c))
     yield CallMutant("scale", "negated", scale(lambda c: -c))
     yield CallMutant("scale", "absolute value", scale(abs))
-    yield CallMutant("scale", "natural instead of base 2", scale(lambda c: c / attention.LOG2_E))
+    yield CallMutant("scale", "natural instead of base 2", scale(lambda c: c / forward.LOG2_E))
     yield CallMutant("scale", "zero", scale(lambda c: 0.0))
     yield CallMutant("GQA", "ratio + 1", group(lambda o: o["args"][GROUP] + 1))
     yield CallMutant("GQA", "ratio - 1", group(lambda o: max(o["args"][GROUP] - 1, 1)))
@@ -155,33 +155,30 @@ def _grids():
 
 
 def _functions():
-    """Faults in the functions of ``attention`` and ``tiling`` themselves."""
+    """Faults in the functions of ``forward`` and ``tiling`` themselves."""
 
     def choosing(field):
         choose = tiling.choose
 
-        def other(problem, architecture):
-            return _respecified(choose(problem, architecture), field, architecture)
+        def other(*key):
+            with mock.patch.object(tiling, "choose", choose):  # which lists the others
+                return _respecified(choose(*key), field, key[-1])
 
         return lambda: mock.patch.object(tiling, "choose", other)
 
     def scaling(function):
-        return lambda: mock.patch.object(attention, "_scale_log2", function)
+        return lambda: mock.patch.object(forward, "scale_of", function)
 
     yield CallMutant("kernel", "the other mask", choosing("causal"))
     yield CallMutant("kernel", "the other dtype", choosing("dtype"))
     yield CallMutant("kernel", "the other head_dim", choosing("head_dim"))
-    yield CallMutant("default scale", "1 / head_dim", scaling(_scaling(lambda s, d: 1 / d if s is None else s)))
-    yield CallMutant("default scale", "always", scaling(_scaling(lambda s, d: d**-0.5)))
-    yield CallMutant("default scale", "of a scale of 0", scaling(_scaling(lambda s, d: s or d**-0.5)))
+    yield CallMutant("default scale", "1 / head_dim", scaling(lambda s, d: 1 / d if s is None else s))
+    yield CallMutant("default scale", "always", scaling(lambda s, d: d**-0.5))
+    yield CallMutant("default scale", "of a scale of 0", scaling(lambda s, d: s or d**-0.5))
     yield CallMutant(
-        "copies", "unaligned inputs as they are", lambda: mock.patch.object(attention, "_aligned", lambda x: x)
+        "copies", "unaligned inputs as they are", lambda: mock.patch.object(forward, "aligned", lambda x: x)
     )
     yield CallMutant("copies", "alignment of the start not looked at", _aligned_by_strides_only)
-
-
-def _scaling(function):
-    return lambda softmax_scale, head_dim: function(softmax_scale, head_dim) * attention.LOG2_E
 
 
 def _respecified(spec, field: str, architecture):
@@ -197,10 +194,10 @@ def _respecified(spec, field: str, architecture):
 
 @contextlib.contextmanager
 def _aligned_by_strides_only():
-    aligned = attention._aligned
+    aligned = forward.aligned
 
     def start_forgotten(x):
-        return x if all(stride % attention.VECTOR_ELEMENTS == 0 for stride in x.stride()[:3]) else aligned(x)
+        return x if all(stride % forward.VECTOR_ELEMENTS == 0 for stride in x.stride()[:3]) else aligned(x)
 
-    with mock.patch.object(attention, "_aligned", start_forgotten):
+    with mock.patch.object(forward, "aligned", start_forgotten):
         yield

@@ -47,14 +47,26 @@ _TOGETHER = "of rows that see the same keys none goes without a reference alone,
 _MAXIMUM = "changes the maximum alone: a reference may be another score, and is_sound tells where that was wrong"
 _NO_DIGITS = "float32 logits beyond 2^26 err by 16 or more: the bounds then allow all that the range of v does"
 _BIT_OF_ZERO = "one more bit of a number in which it is 0, or whose next shift drops it"
-_VOTE_BETWEEN = "kernels with a second pass have a barrier of the block (bar.red) between the reads and the stores"
 _NO_SIGN = "differs for a scale of 0 alone, which makes nothing of Q and nothing of -Q"
 _BELOW_ZERO = "a number of tiles below 0 is none as well"
 _EXTREME_ROWS = (
     "seen by rows with scores of -inf alone, which any shift keeps, and beyond 2^26, which have no digits left"
 )
 _ALL_TILES = "tiles that no row sees are masked whole: slower, and as exact"
-_NO_TILES = "a query tile without a key tile: its rows are written as zeros whatever the accumulators hold"
+_FIRST_STEP = "a loop of one step, the block's first: what it waits for `start` has waited for, to read Q"
+_TILES_LEFT = "of more than FOLLOWED_KEYS keys, tiles are left to load behind every step that takes references"
+_KEPT_TILES = "blocks that keep their references have over FOLLOWED_KEYS keys, and so two tiles or more to keep them in"
+_SOME_TILE = "without a window every block has a key tile, and a call without keys launches nothing"
+_STILL_ZERO = "in a loop of one step, the block's first: O is 0 there, in whichever order"
+_ALL_EXCEED = (
+    "in a loop of one step, the block's first: limits are still -inf, so all rows exceed theirs that have a number"
+)
+_SHIFTED = (
+    "steps that take references alone: rows that need a shift are unsound as soon as a tile is left that only keeps"
+)
+_LANE_0 = "of the quotient only lane 0's is used, which has no remainder to round"
+_WAYS = "which way a block follows its maximum is a matter of speed and of roundings far below the bounds"
+_REPEATED = "in a maximum alone: what a tile holds past the end repeats its last key, and fewer scores are as good"
 
 EQUIVALENTS: tuple[Equivalent, ...] = (
     # the call
@@ -63,6 +75,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         for change in ("batch of *", "heads of k *", "* of v *", "* of out *", "* of lse *")
     ),
     Equivalent("grid", "blocks of heads that do not exist have no work (ForwardSpec.grid)", "one more in y"),
+    Equivalent("grid", "blocks beyond the last tile of rows have no work (schedule.batched_work)", "one more in x"),
     # arithmetic that cannot be seen
     Equivalent("rounding", _ULP, "rn to rz", "fma.rn.f32"),
     *(
@@ -87,44 +100,69 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
             ("logic", "*.pred"),
         )
     ),
-    Equivalent("integer_constant", "a sign moved by 31 bits or by 32 is the same", "+1", "shr.s32", "*[/]*"),
-    Equivalent("integer_constant", _FLOOR, opcode="shr.?64", source="*// (layouts.VECTOR_BYTES * 8*"),
+    *(
+        Equivalent(kind, _LANE_0, opcode=opcode, source="warp = cute.arch.make_warp_uniform(tidx // 32)")
+        for kind, opcode in (
+            ("comparison", "setp.*"),
+            ("opposite", "setp.*"),
+            ("logic", "*.pred"),
+            ("arithmetic", "add.s32"),
+        )
+    ),
     Equivalent("integer_constant", _BIT_OF_ZERO, "+1", "and.b32"),
     Equivalent("integer_constant", _BIT_OF_ZERO, "-1", "and.b32", "*partition_C(cute.make_identity_tensor*"),
+    Equivalent("integer_constant", _FLOOR, opcode="and.b16", source="tXsX = thr_global.partition_S(*"),
     # the softmax
     Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*FUSED_LIMIT*"),
     Equivalent("float_constant", _SWITCH, "larger", "setp.*.f32", "*FUSED_LIMIT*"),
-    Equivalent("float_constant", _SWITCH, "larger", source="*RESCALE_SLACK*"),
+    *(
+        Equivalent(kind, _WAYS, opcode=opcode, source="few = *")
+        for kind, opcode in (
+            ("comparison", "setp.*"),
+            ("opposite", "setp.*"),
+            ("integer_constant", "setp.*"),
+            ("guard", "bra"),
+            ("selection", "selp.f32"),
+            ("float_constant", "selp.f32"),
+        )
+    ),
+    Equivalent("float_constant", _WAYS, "to 1", "fma.rn.f32", "limit = new + *"),
     Equivalent("float_constant", _FOUR_SUMS, "larger", source="*LARGEST_SUM*"),
     Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*LARGEST_SUM*"),
     Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*row_max[[]r] > state.row_limit*"),
+    Equivalent("logic", _ALL_EXCEED, "or to and", source="exceeded = exceeded | *"),
     Equivalent("float_constant", _NO_REFERENCE, "larger", "selp.f32", "factor = *Float32(1.0)"),
     Equivalent("selection", _NO_REFERENCE, "operands swapped", "selp.f32", "factor = *Float32(1.0)"),
     Equivalent("guard", _LIMIT, "never", "bra", "if cute.arch.vote_any_sync(exceeded):"),
-    Equivalent("selection", _LIMIT, "operands swapped", "selp.f32", "limit = *RESCALE_SLACK*"),
     Equivalent("float_constant", _REDO, "to 1", "fma.rn.f32", "zero = *"),
     Equivalent("logic", _REDO, "or to and", source="*fused | ~kept*"),
     Equivalent("float_constant", _REDO, "to 1", "setp.eq.f32", "*(zero == 0.0)*"),
+    # "best if row_ref == -inf else row_ref", which goes by the line of the maximum before it
+    Equivalent("selection", _REDO, "operands swapped", "selp.f32", "return *fmax(x, *shuffle_sync_bfly(x, offset=2))"),
+    Equivalent("selection", _SHIFTED, "operands swapped", "selp.f32", "unfused = *"),
+    Equivalent("arithmetic", _SHIFTED, "sub to add", "sub.f32", "rS[[]r, c] = rS[[]r, c] - shift"),
     Equivalent("logic", _TOGETHER, "or to and", source="missing = missing | *"),
     Equivalent("opposite", _TOGETHER, "eq to ne", source="missing = missing | *"),
-    Equivalent("agreement", _TOGETHER, "any to all", source="if cute.arch.vote_any_sync(missing):"),
+    Equivalent("agreement", _TOGETHER, source="if cute.arch.vote_any_sync(missing):"),
     Equivalent("extremum", _MAXIMUM, "max to min", "max.f32", "best = *"),
-    Equivalent("opposite", _MAXIMUM, opcode="setp.lt.s32", source="*< limit else -Float32.inf"),
-    Equivalent("comparison", _MAXIMUM, opcode="setp.lt.s32", source="*< limit else -Float32.inf"),
-    Equivalent("selection", _MAXIMUM, opcode="selp.f32", source="*< limit else -Float32.inf"),
-    Equivalent("integer_constant", _MAXIMUM, opcode="or.b32", source="*< limit else -Float32.inf"),
-    Equivalent("float_constant", _MAXIMUM, "to 1", "selp.f32", "*< limit else -Float32.inf"),
+    Equivalent("selection", _REPEATED, "operands swapped", "selp.f32", "seen = *"),
+    Equivalent("opposite", _REPEATED, "lt to ge", "setp.lt.s32", "seen = *"),
+    Equivalent("comparison", _REPEATED, "lt to le", "setp.lt.s32", "seen = *"),
     Equivalent("float_constant", _EXTREME_ROWS, "to 1", source="unfused = *"),
     Equivalent("opposite", _NO_DIGITS, opcode="setp.lt.f32", source="*FUSED_LIMIT*"),
     # control
-    Equivalent("barrier", _VOTE_BETWEEN, "dropped", "bar.warp.sync", "*have read their A fragments*"),
-    Equivalent("comparison", _NO_SIGN, opcode="setp.*.f32", source="if scale_log2 < 0.0:*"),
+    Equivalent("comparison", _NO_SIGN, opcode="setp.*.f32", source="if inputs.scale_log2 < 0.0:*"),
     Equivalent("barrier", _BRANCH, "dropped", "bar.warp.sync", "*keeps * a branch*"),
     Equivalent("shuffle", _UNIFORM, "dropped", "shfl.sync.idx.b32"),
     Equivalent("shuffle", _UNIFORM, "lane doubled", "shfl.sync.idx.b32"),
-    Equivalent("extremum", _ALL_TILES, "min to max", "min.*", "seen_by_any = *"),
     Equivalent("extremum", _ALL_TILES, "min to max", "min.*", "last_row = *"),
     Equivalent("extremum", _BELOW_ZERO, "relu dropped", "min.relu.s32"),
-    Equivalent("guard", _NO_TILES, "never", "bra", "if n_end > 0:"),
-    Equivalent("float_constant", _NO_TILES, "to 1", "mov.b32", "cute.arch.cp_async_commit_group()"),
+    Equivalent("guard", _TILES_LEFT, "never", "bra", "if tile >= loop.tiles.begin:"),
+    Equivalent("guard", _KEPT_TILES, "never", "bra", "fused = _is_fused(state.row_ref[[]r], scale_log2)"),
+    Equivalent("guard", _SOME_TILE, "never", "bra", "if *end > loop.tiles.begin:"),
+    Equivalent("integer_constant", _SOME_TILE, "-1", "setp.*", "if *end > loop.tiles.begin:"),
+    Equivalent("mma_operand", _STILL_ZERO, "C? and C? swapped", source="cute.gemm(p.tiled_mma, acc_O, *"),
+    Equivalent("mma_operand", _STILL_ZERO, "no C", source="cute.gemm(p.tiled_mma, acc_O, *"),
+    Equivalent("copy_wait", _FIRST_STEP, source="cute.arch.cp_async_wait_group(spec.stages - 2)"),
+    Equivalent("barrier", _FIRST_STEP, "dropped", "bar.sync", "cute.arch.sync_threads()"),
 )
