@@ -8,7 +8,7 @@ import numbers
 import torch
 
 from . import ops
-from .checks import sides_of
+from .checks import causal_window_of
 
 
 def flash_attn_func(
@@ -229,12 +229,9 @@ def flash_attn_varlen_qkvpacked_func(
 def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink) -> dict:
     """flash-attn's options as ``ops.attend`` takes them."""
     refuse_dropout(dropout_p)
-    if causal not in (True, False):
-        raise TypeError(f"causal: got {causal!r}, takes True or False")
-    left, right = sides_of(window_size)
     return {
         "softmax_scale": softmax_scale,
-        "window": (left, 0 if causal else right),
+        "window": causal_window_of(causal, window_size),
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "sink": learnable_sink,

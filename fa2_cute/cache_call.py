@@ -6,7 +6,7 @@ import torch
 
 from .append_spec import ROTARY_MULTIPLE
 from .cache_checks import check_caches, check_heads, check_input, check_int32, check_places
-from .checks import sides_of
+from .checks import causal_window_of
 from .descale import Descale, normalise
 
 
@@ -40,7 +40,7 @@ class CacheCall:
         check_input("q", q, "(batch, query_len, heads, head_dim)")
         if k is None and v is not None:
             raise ValueError("v: got one without k, takes both or neither")
-        window = window_of(causal, window_size)
+        window = causal_window_of(causal, window_size)
         return cls._of("q", q, k_cache, v_cache, k, v, window=window, cache_leftpad=cache_leftpad, **options)
 
     @classmethod
@@ -164,11 +164,3 @@ def _check_rotary(of: str, like: torch.Tensor, rotary_cos, rotary_sin, capacity:
             raise ValueError(
                 f"{name}: got {x.shape[0]} positions, takes one for each of {capacity} slots of a sequence"
             )
-
-
-def window_of(causal, window_size) -> tuple[int | None, int | None]:
-    """flash-attn's ``causal`` and ``window_size`` as (left, right), None where unbounded."""
-    if causal not in (True, False):
-        raise TypeError(f"causal: got {causal!r}, takes True or False")
-    left, right = sides_of(window_size)
-    return left, 0 if causal else right

@@ -11,10 +11,10 @@ import torch
 from . import ops
 from ._torch_internals import below_autograd
 from .append import prepare_append
-from .cache_call import CacheCall, window_of
+from .cache_call import CacheCall
 from .cache_checks import bytes_of
 from .cache_spec import VECTOR_BYTES
-from .checks import refuse_gradients
+from .checks import causal_window_of, refuse_gradients
 from .decode import prepare
 from .forward import architecture_of, dense_vector
 from .launch import Recording, record
@@ -68,7 +68,7 @@ def append_and_attend(
     if ops.is_eager(q, k_cache, v_cache):
         window = {"causal": causal, "window_size": window_size}
         return _launch(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **window, **options)
-    left, right = window_of(causal, window_size)
+    left, right = causal_window_of(causal, window_size)
     options |= _lengths(cache_seqlens) | {"causal": causal, "window_left": left, "window_right": right}
     if k is None and v is None:
         return torch.ops.fa2_cute.attend_kvcache.default(q, k_cache, v_cache, **options)

@@ -70,6 +70,14 @@ def sides_of(window_size) -> tuple[int | None, int | None]:
     return left, right
 
 
+def causal_window_of(causal, window_size) -> tuple[int | None, int | None]:
+    """flash-attn's ``causal`` and ``window_size`` as (left, right), None where unbounded."""
+    if causal not in (True, False):
+        raise TypeError(f"causal: got {causal!r}, takes True or False")
+    left, right = sides_of(window_size)
+    return left, 0 if causal else right
+
+
 def refuse_gradients(arguments: Iterable[tuple[str, object]], reason: str):
     """Raises NotImplementedError where a gradient would be lost.
 

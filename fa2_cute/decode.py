@@ -8,8 +8,9 @@ import torch
 from . import checks, descale, forward
 from .cache_checks import bytes_of, check_int32, rows_of
 from .decode_checks import Choice, Heads, decide, metadata
-from .decode_spec import SMALLEST_SCALE, DecodeSpec
+from .decode_spec import DecodeSpec
 from .launch import Launch
+from .spec import SMALLEST_SCALE
 
 # To check a call and choose for it costs the host several times its launch, and a model makes few different ones.
 MOST_CHOICES = 1024

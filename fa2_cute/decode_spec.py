@@ -7,9 +7,8 @@ from typing import Any
 from .arch import KIB, Architecture
 from .cache_spec import DTYPES, FP8_DTYPES, SCALE_KINDS, VECTOR_BYTES, scales
 from .parameters import Parameter, ScalarParameter, TensorParameter, vector
-from .spec import packed_tiles
+from .spec import MAX_HEAD_DIM, packed_tiles
 
-MAX_HEAD_DIM = 256
 MAX_SPLITS = 256  # the combining block keeps a weight for each
 WARP_M = 16  # rows of one mma.sync: what a warp computes
 WARP_COLUMNS = 128  # most columns of the output a warp: 64 accumulator registers beside up to 64 of Q
@@ -37,8 +36,6 @@ P_EXPONENT = 7
 # (the smallest normal number) to 2^90.
 SCALED_SUM_EXPONENT = -36
 LARGEST_SCALE = 2.0**90
-# What a softmax scale of zero becomes where it multiplies -inf, which must stay -inf: float32's smallest number.
-SMALLEST_SCALE = 2.0**-149
 
 
 def _rows(name: str, dtype: str, width: int, element_bytes: int) -> TensorParameter:

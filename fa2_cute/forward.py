@@ -1,5 +1,6 @@
 """The forward pass on torch tensors: checks a call with any of its options, picks the kernel, launches it."""
 
+import contextlib
 import math
 import os
 import sys
@@ -251,11 +252,8 @@ class Plan:
         """(out, lse) of tensors like those it was made for, at multiples of 16 bytes."""
         out = torch.empty(self.out_shape, dtype=q.dtype, device=self.device)
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        if torch.cuda.current_device() == self.device.index:
+        with on_device(self.device):
             self.function(q, k, v, out, lse, *self.rest)
-        else:
-            with torch.cuda.device(self.device):
-                self.function(q, k, v, out, lse, *self.rest)
         return out, lse
 
 
@@ -369,7 +367,7 @@ def launch(kernel: jit.Kernel, call: Call):
     device = call.tensors[0].device
     for part in call.parts():
         if device.type == "cuda":
-            with torch.cuda.device(device):
+            with on_device(device):
                 kernel.function(*part.values())
         else:
             from . import emulation
@@ -386,6 +384,13 @@ def key_tiles(problem: Problem, spec: ForwardSpec) -> int:
     if spec.causal and problem.query_len > spec.tile_m:
         tiles = (tiles + 1) // 2
     return tiles
+
+
+def on_device(device: torch.device):
+    """Where launches go, for a with statement."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():  # to enter a device costs microseconds
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def outside_dynamo(function):

@@ -4,7 +4,6 @@ Checking a call over a cache and choosing its kernels takes Python longer than a
 says depends on shapes, strides, dtypes and options alone, and a decode loop repeats those.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from . import jit
 from .arch import Architecture
 from .cache_spec import VECTOR_BYTES
-from .forward import outside_dynamo
+from .forward import on_device, outside_dynamo
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +43,6 @@ class Launch:
     def run(self, architecture: Architecture):
         with on_device(self.device):
             self.function(architecture)(*self.values)
-
-
-def on_device(device: torch.device):
-    """Where launches go, for a with statement."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():  # to enter a device costs microseconds
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,9 @@ MASK_DTYPES = ("bool", "bfloat16", "float16", "float32")
 
 # Elements of a row in shared memory, and the last of them the limit: multiples of 32 that the copies' lanes divide.
 _SHARED_WIDTHS = (32, 64, 96, 128, 192, 256)
+# A scale of zero becomes the smallest subnormal number: with it every finite score vanishes beside 1 (2^128 of them are
+# 2^-21), while -inf stays -inf, where -inf times 0 would be NaN. Nothing that c meets flushes subnormals.
+SMALLEST_SCALE = 2.0**-149
 VECTOR_ELEMENTS = 8  # 16 bytes of a 16-bit type: what one cp.async moves
 
 

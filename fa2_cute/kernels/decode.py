@@ -31,7 +31,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..decode_spec import SMALLEST_SCALE, DecodeSpec
+from ..decode_spec import DecodeSpec
+from ..spec import SMALLEST_SCALE
 from . import softmax
 from .cache_products import CacheProducts
 from .cache_ring import CacheRing

@@ -26,7 +26,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ..spec import ForwardSpec
+from ..spec import SMALLEST_SCALE, ForwardSpec
 from . import layouts, mask, place, products, schedule, scores, softmax
 from .copies import (
     Ring,
@@ -40,11 +40,6 @@ from .copies import (
     zero_columns,
 )
 from .products import accumulator_rows
-
-# A scale of zero becomes the smallest subnormal number: with it every finite score vanishes beside 1 (2^128 of them are
-# 2^-21), while -inf stays -inf, where -inf times 0 would be NaN. Nothing that c meets flushes subnormals.
-SMALLEST_SCALE = 2.0**-149
-
 
 # Blocks of up to so many keys follow the maximum exactly. The error of a reference that is not the maximum, relative to
 # one that is: simulated 1.07 times the RMS at 64 keys, 1.04 at 512 and 1.02 at 2048, in the worst element twice at 64.
@@ -302,9 +297,7 @@ class Forward:
         gV = Rows(inputs.mV[work.b, None, kv_head, None], work.key_start, key_end)
         sVt = layouts.transposed(shared.sV, spec.tile_n, spec.value_width, spec.stages)
         tiled_mma = products.make_tiled_mma(self.dtype, spec.warps)
-        scale_log2 = inputs.scale_log2
-        scale = cute.arch.fmax(cute.arch.fmax(scale_log2, -scale_log2), Float32(SMALLEST_SCALE))
-        modifiers, softmax_scale = self.modifiers(inputs, work, scale)
+        modifiers, softmax_scale = self.modifiers(inputs, work)
         sQ = shared.sQ[None, None, 0]
         return Mainloop(
             work=work,
@@ -359,9 +352,7 @@ class Forward:
         """Divide by the row sums; write out and logsumexp."""
         spec, tidx = cutlass.const_expr(self.spec), here.thread
         work = self.work_again(inputs, here, work)
-        scale_log2 = inputs.scale_log2
-        scale = cute.arch.fmax(cute.arch.fmax(scale_log2, -scale_log2), Float32(SMALLEST_SCALE))
-        _, softmax_scale = self.modifiers(inputs, work, scale)
+        _, softmax_scale = self.modifiers(inputs, work)
         sink = None
         if cutlass.const_expr(spec.features.sink):
             sink = inputs.mSink[work.head]
@@ -384,9 +375,10 @@ class Forward:
                     mLSE_head[work.query_start + row] = row_lse[r]
 
     @cute.jit
-    def modifiers(self, inputs: Inputs, work: schedule.Work, scale_log2: Float32):
+    def modifiers(self, inputs: Inputs, work: schedule.Work):
         """(Modifiers or None, the scale that is left to the softmax)."""
         features = cutlass.const_expr(self.spec.features)
+        scale_log2 = cute.arch.fmax(cute.arch.fmax(inputs.scale_log2, -inputs.scale_log2), Float32(SMALLEST_SCALE))
         modifiers, softmax_scale = None, scale_log2
         if cutlass.const_expr(features.changes_scores):
             scale, slope, mMask = scale_log2 * softmax.LN_2, None, None

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .schedule import start_of
+from .schedule import find_sequence, first_rank, start_of
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,9 @@ def find_work(
     The rows before the first and after the last sequence count as sequences of their own.
     """
     sequences = mCuQ.shape[0] + 1
-    lane = cute.arch.lane_idx()
-    low, span = Int32(0), sequences  # it is among the ``span`` sequences from ``low`` on
-    while span > 1:
-        step = cute.ceil_div(span, 32)
-        i = low + lane * step
-        begins = (i < low + span) & (first_rank(mCuQ, i, total, group, tile_m) <= rank)
-        # Where the starts do not increase, lane 0 alone is sure: low itself was found to begin in time.
-        found = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(begins)), Int32(1))
-        high = low + span
-        low = low + (found - 1) * step
-        span = cutlass.min(step, high - low)
+    low = find_sequence(rank, mCuQ, total, group, tile_m)
     start = start_of(mCuQ, low, total)
     query_len = cutlass.max(start_of(mCuQ, low + 1, total) - start, Int32(0))
     first_row = (rank - first_rank(mCuQ, low, total, group, tile_m)) * tile_m
     b = low - 1 if low < sequences - 1 else Int32(-1)
     return PackedWork(b, start, query_len, first_row)
-
-
-def first_rank(mCuQ: cute.Tensor, i: Int32, total: Int32, group: Int32, tile_m: int) -> Int32:
-    """The number of the first tile of sequence ``i``."""
-    return start_of(mCuQ, i, total) * group // tile_m + i

@@ -76,7 +76,7 @@ def packed_work(
     """
     rank, head = rank_and_head(place, heads)
     sequences = mCuQ.shape[0] + 1  # with the two that have no keys
-    i = _find_sequence(rank, mCuQ, total_queries, sequences, tile_m)
+    i = find_sequence(rank, mCuQ, total_queries, 1, tile_m)
     query_start = start_of(mCuQ, i, total_queries)
     query_len = cutlass.max(start_of(mCuQ, i + 1, total_queries) - query_start, Int32(0))
     key_start = Int32(0)
@@ -104,21 +104,28 @@ def start_of(mCu: cute.Tensor, i: Int32, total: Int32) -> Int32:
 
 
 @cute.jit
-def _find_sequence(rank: Int32, mCuQ: cute.Tensor, total: Int32, sequences: Int32, tile_m: cutlass.Constexpr) -> Int32:
-    """The last sequence whose first rank is at most ``rank``; the lanes of a warp look at 32 at a time."""
+def find_sequence(
+    rank: Int32, mCu: cute.Tensor, total: Int32, rows_a_query: Int32 | int, tile_m: cutlass.Constexpr
+) -> Int32:
+    """The last sequence whose first tile's rank is at most ``rank``; the lanes of a warp look at 32 at a time."""
     lane = cute.arch.lane_idx()
     low = Int32(0)
-    span = sequences  # it is among the ``span`` sequences from ``low`` on
+    span = mCu.shape[0] + 1  # it is among the ``span`` sequences from ``low`` on
     while span > 1:
         step = cute.ceil_div(span, 32)
         i = low + lane * step
-        begins = (i < low + span) & (start_of(mCuQ, i, total) // tile_m + i <= rank)
+        begins = (i < low + span) & (first_rank(mCu, i, total, rows_a_query, tile_m) <= rank)
         # Where the starts do not increase, lane 0 alone is sure: low itself was found to begin in time.
         found = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(begins)), Int32(1))
         high = low + span
         low = low + (found - 1) * step
         span = cutlass.min(step, high - low)
     return low
+
+
+def first_rank(mCu: cute.Tensor, i: Int32, total: Int32, rows_a_query: Int32 | int, tile_m: int) -> Int32:
+    """The rank of the first tile of sequence ``i``."""
+    return start_of(mCu, i, total) * rows_a_query // tile_m + i
 
 
 @dataclass(frozen=True)
