@@ -38,8 +38,9 @@ _SMALL_SHARED = {
 # off at head_dim 64. Two blocks of 4 warps fit an SM: they drift apart and fill each other's gaps. Beyond 128, O of 32
 # rows a warp does not fit the registers, but Q of 16 does.
 _LARGE_SHARED = {
-    64: Tile(128, 48, 4, query_in_registers=True),
-    128: Tile(128, 64, 4),
+    64: Tile(128, 64, 4, query_in_registers=True),
+    96: Tile(128, 64, 4),
+    128: Tile(128, 48, 4),
     192: Tile(128, 64, 8, query_in_registers=True),
     256: Tile(64, 32, 4, query_in_registers=True),
 }
@@ -50,7 +51,7 @@ _SM_80 = {**_LARGE_SHARED, 256: Tile(128, 32, 8, query_in_registers=True)}
 # a warp: the same tiles on twice the warps. Of mask elements 32 columns at head_dim 128, not 64.
 _SMALLER = {
     Tile(128, 64, 4, query_in_registers=True): Tile(128, 64, 8, query_in_registers=True),
-    Tile(128, 48, 4, query_in_registers=True): Tile(128, 64, 8, query_in_registers=True),
+    Tile(128, 48, 4): Tile(128, 64, 8, query_in_registers=True),
     Tile(128, 32, 4): Tile(128, 64, 8, query_in_registers=True),
     Tile(128, 64, 4): Tile(128, 64, 8, query_in_registers=True),
     Tile(128, 64, 8, query_in_registers=True): Tile(128, 32, 8),

@@ -16,8 +16,9 @@ Which reference m is subtracted is a choice, exact either way (kernels/softmax.p
 row maximum in every tile. ``reference="first"`` takes it once for each row, in the steps that also mask; the loop that
 remains has no maximum, no vote and no branch, and the compiler overlaps exponentials and MMAs freely. Should a later
 score be so much larger that anything overflows, the block finds out at its end and computes everything again, following
-the maximum. Blocks of few keys follow it at once: there the rounding of a row's largest probability, which is exactly 1
-only relative to the true maximum, would show.
+the maximum in one loop that masks where it must: code that is rarely run is kept short, because what it needs is kept
+from the registers of the loop that matters. Blocks of few keys take that loop at once: there the rounding of a row's
+largest probability, which is exactly 1 only relative to the true maximum, would show.
 """
 
 from dataclasses import dataclass
@@ -41,9 +42,10 @@ from .copies import (
 )
 from .products import accumulator_rows
 
-# Blocks of up to so many keys follow the maximum exactly. The error of a reference that is not the maximum, relative to
-# one that is: simulated 1.07 times the RMS at 64 keys, 1.04 at 512 and 1.02 at 2048, in the worst element twice at 64.
-FOLLOWED_KEYS = 256
+# Blocks of up to so many keys, rounded down to whole tiles, follow the maximum exactly. The error of a reference that
+# is not the maximum, relative to one that is: simulated 1.07 times the RMS at 64 keys, 1.04 at 512 and 1.02 at 2048, in
+# the worst element twice at 64.
+FOLLOWED_KEYS = 240
 
 
 @dataclass(frozen=True)
@@ -239,9 +241,8 @@ class Forward:
             follows = Boolean(few)
             if ~follows:
                 self.keep_first_reference(loop)
-                kept = loop.tiles.referenced > loop.tiles.begin
                 # Also a barrier: all warps are past their last step, and the rings are free.
-                follows = block_any(~softmax.is_sound(state, acc_O, loop.scale, kept))
+                follows = block_any(~softmax.is_sound(state, acc_O, loop.scale))
             if follows:
                 self.attend_again(inputs, shared, place.read_again(), work, state, acc_O)
         self.finish(inputs, shared, place.read_again(), work, state, acc_O)
@@ -258,7 +259,9 @@ class Forward:
     ):
         """All steps over, with the maximum for a reference."""
         work = self.work_again(inputs, here, work)
-        self.follow(self.mainloop(inputs, shared, here.thread, work, state, acc_O), Float32(0.0))
+        loop = self.mainloop(inputs, shared, here.thread, work, state, acc_O)
+        self.start(loop)
+        self.steps(loop, loop.tiles.end, loop.tiles.begin, "some", Float32(0.0))
 
     @cute.jit
     def allocate_shared(self) -> Shared:
@@ -397,21 +400,21 @@ class Forward:
         """All steps, the reference trailing the row maximum by up to ``slack`` powers of two."""
         tiles = loop.tiles
         self.start(loop)
-        self.steps(loop, tiles.end, tiles.plain_end, True, "trail", slack)
-        self.steps(loop, tiles.plain_end, tiles.plain_begin, False, "trail", slack)
+        self.steps(loop, tiles.end, tiles.plain_end, "all", slack)
+        self.steps(loop, tiles.plain_end, tiles.plain_begin, "none", slack)
         if cutlass.const_expr(self.spec.features.left):
-            self.steps(loop, tiles.plain_begin, tiles.begin, True, "trail", slack)
+            self.steps(loop, tiles.plain_begin, tiles.begin, "all", slack)
 
     @cute.jit
     def keep_first_reference(self, loop: Mainloop):
         """All steps, the reference being the maximum of the first tile in which a row sees a key."""
         tiles = loop.tiles
         self.start(loop)
-        self.steps(loop, tiles.end, tiles.referenced, True, "take")
+        self.steps(loop, tiles.end, tiles.referenced, "some", Float32.inf)
         plain_begin = cutlass.min(tiles.plain_begin, tiles.referenced)
-        self.steps(loop, tiles.referenced, plain_begin, False, "keep")
+        self.steps(loop, tiles.referenced, plain_begin, "none", None)
         if cutlass.const_expr(self.spec.features.left):
-            self.steps(loop, plain_begin, tiles.begin, True, "keep")
+            self.steps(loop, plain_begin, tiles.begin, "all", None)
 
     @cute.jit
     def start(self, loop: Mainloop):
@@ -446,32 +449,17 @@ class Forward:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def steps(
-        self,
-        loop: Mainloop,
-        end: Int32,
-        begin: Int32,
-        masked: cutlass.Constexpr,
-        reference: cutlass.Constexpr,
-        slack: Float32 | None = None,
-    ):
-        """Key tiles end - 1 down to begin, one step each."""
+    def steps(self, loop: Mainloop, end: Int32, begin: Int32, masked: cutlass.Constexpr, slack: Float32 | None):
+        """Key tiles end - 1 down to begin, one ``step`` each."""
         for n_tile in cutlass.range(end - 1, begin - 1, -1, unroll=1):
-            self.step(loop, n_tile, masked, reference, slack)
+            self.step(loop, n_tile, masked, slack)
 
     @cute.jit
-    def step(
-        self,
-        loop: Mainloop,
-        n_tile: Int32,
-        masked: cutlass.Constexpr,
-        reference: cutlass.Constexpr,
-        slack: Float32 | None,
-    ):
+    def step(self, loop: Mainloop, n_tile: Int32, masked: cutlass.Constexpr, slack: Float32 | None):
         """Attend to key tile ``n_tile``.
 
-        reference: "trail" follows the row maximum by ``slack``, "take" gives rows without a reference one, "keep"
-        leaves them all.
+        masked: which tiles of such steps need a mask, "all", "none" or "some". slack: powers of two by which the
+        reference trails the row maximum (softmax.follow_maximum), or None: every row keeps the reference it has.
         """
         spec = cutlass.const_expr(self.spec)
         slot = loop.slot[0]
@@ -490,13 +478,13 @@ class Forward:
         if cutlass.const_expr(loop.modifiers is not None):
             first_key = n_tile * spec.tile_n
             scores.modify(loop.modifiers, acc_S, tScS, visible.first_row, first_key, visible.query_len, visible.key_len)
-        if cutlass.const_expr(masked):
+        if cutlass.const_expr(masked == "all"):
             mask.apply_mask(visible, acc_S, tScS, n_tile, spec.tile_n)
-        if cutlass.const_expr(reference == "trail"):
+        elif cutlass.const_expr(masked == "some"):
+            self.mask_if_cut(loop, acc_S, tScS, n_tile)
+        if cutlass.const_expr(slack is not None):
             softmax.follow_maximum(loop.state, acc_S, loop.acc_O, loop.scale, slack)
             row_offset = loop.state.row_offset
-        elif cutlass.const_expr(reference == "take"):
-            row_offset = softmax.take_reference(loop.state, acc_S, loop.scale)
         else:
             row_offset = softmax.kept_offsets(loop.state, loop.scale)
         softmax.exponentiate(loop.state, row_offset, acc_S, loop.scale)
@@ -504,6 +492,13 @@ class Forward:
         rP.store(acc_S.load().to(self.dtype))
         products.multiply_PV(loop.operands, slot, rP, loop.acc_O)
         loop.slot[0] = slot + 1 if slot < spec.stages - 1 else Int32(0)
+
+    @cute.jit
+    def mask_if_cut(self, loop: Mainloop, acc_S: cute.Tensor, tScS: cute.Tensor, n_tile: Int32):
+        """Mask key tile ``n_tile`` if some row does not see all of it."""
+        if (n_tile >= loop.tiles.plain_end) | (n_tile < loop.tiles.plain_begin):
+            cute.arch.sync_warp()  # keeps this a branch
+            mask.apply_mask(loop.visible, acc_S, tScS, n_tile, self.spec.tile_n)
 
 
 @cute.jit

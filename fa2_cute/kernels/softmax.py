@@ -6,8 +6,8 @@ same quotient, as long as nothing overflows and the largest probability does not
 trailing    m follows the row maximum, but is raised only when a score exceeds it by more than a slack in powers of
             two: ``follow_maximum``. That saves the reduction over the four lanes of a row and the rescaling of O in
             almost every tile. With a slack of 0 m is the maximum, and a row's largest probability exactly 1.
-first       m is the maximum of the first tile in which the row sees a key, and stays: ``take_reference``. Whether that
-            was right ``is_sound`` tells at the end.
+first       m is the maximum of the first tile in which the row sees a key, and stays: ``follow_maximum`` with an
+            infinite slack, until every row has a reference. Whether that was right ``is_sound`` tells at the end.
 """
 
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ def clear(state: SoftmaxState, acc_O: cute.Tensor):
 @cute.jit
 def follow_maximum(state: SoftmaxState, acc_S: cute.Tensor, acc_O: cute.Tensor, scale_log2: Float32, slack: Float32):
     """Raise the reference of the rows whose scores pass it by more than ``slack`` powers of two, and rescale O and the
-    sums to it.
+    sums to it. An infinite slack gives a reference to rows that have none.
 
     Every lane of the warp must call it. acc_S: raw scores (masked ones -inf); where a row is beyond FUSED_LIMIT they
     become x - m. acc_O: the output accumulator. scale_log2: c, positive.
@@ -98,31 +98,6 @@ def follow_maximum(state: SoftmaxState, acc_S: cute.Tensor, acc_O: cute.Tensor, 
         exceeded = exceeded | (row_max[r] > state.row_limit[r])
     if cute.arch.vote_any_sync(exceeded):
         _raise_reference(state, row_max, acc_S, acc_O, scale_log2, slack)
-
-
-@cute.jit
-def take_reference(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
-    """Give the rows that have no reference yet, and so neither sum nor output, the maximum of this tile.
-
-    Every lane of the warp must call it. Scores of rows beyond FUSED_LIMIT become x - m. Returns what ``exponentiate``
-    subtracts.
-    """
-    rS = accumulator_rows(acc_S)
-    rows = cute.size(rS.shape[0])
-    missing = Boolean(False)
-    for r in cutlass.range_constexpr(rows):
-        missing = missing | (state.row_ref[r] == -Float32.inf)
-    if cute.arch.vote_any_sync(missing):
-        cute.arch.sync_warp()  # keeps this a branch
-        for r in cutlass.range_constexpr(rows):
-            best = quad_max(_max_of(rS, r))
-            state.row_ref[r] = best if state.row_ref[r] == -Float32.inf else state.row_ref[r]
-    row_offset = cute.make_rmem_tensor(rows, Float32)
-    for r in cutlass.range_constexpr(rows):
-        row_offset[r], shift = _offset_and_shift(state.row_ref[r], scale_log2)
-        for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
-            rS[r, c] = rS[r, c] - shift
-    return row_offset
 
 
 def _is_fused(ref: Float32, scale_log2: Float32) -> Boolean:
@@ -175,32 +150,53 @@ def _raise_reference(
     slack: Float32,
 ):
     cute.arch.sync_warp()  # keeps the caller's `if` a branch: as a select all of this would be computed every time
-    rS, rO = accumulator_rows(acc_S), accumulator_rows(acc_O)
-    for r in cutlass.range_constexpr(cute.size(row_max)):
+    rows = cute.size(row_max)
+    factor = cute.make_rmem_tensor(rows, Float32)
+    begun = Boolean(False)
+    for r in cutlass.range_constexpr(rows):
         old = state.row_ref[r]
         new = cute.arch.fmax(old, quad_max(row_max[r]))
-        offset, shift = _offset_and_shift(new, scale_log2)
+        offset, _ = _offset_and_shift(new, scale_log2)
         # A row that had seen nothing has O = 0 and sum = 0, which any finite factor keeps.
         seen = new != -Float32.inf
-        factor = cute.math.exp2((old - new) * scale_log2, fastmath=True) if seen else Float32(1.0)
+        factor[r] = cute.math.exp2((old - new) * scale_log2, fastmath=True) if seen else Float32(1.0)
         limit = new + cute.arch.rcp_approx(scale_log2) * slack
         state.row_ref[r] = new
         state.row_limit[r] = limit if _is_fused(new, scale_log2) else -Float32.inf
         state.row_offset[r] = offset
-        state.row_sum[r] = state.row_sum[r] * factor
-        for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
-            rS[r, c] = rS[r, c] - shift
-        for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
-            rO[r, c] = rO[r, c] * factor
+        state.row_sum[r] = state.row_sum[r] * factor[r]
+        begun = begun | (old != -Float32.inf)
+    if cute.arch.vote_any_sync(begun):  # not in a block's first tile, where O is still zero
+        cute.arch.sync_warp()  # keeps this a branch
+        rO = accumulator_rows(acc_O)
+        for r in cutlass.range_constexpr(rows):
+            for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
+                rO[r, c] = rO[r, c] * factor[r]
+    _shift(state, acc_S, scale_log2)
 
 
 @cute.jit
-def is_sound(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32, kept: Boolean) -> Boolean:
+def _shift(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32):
+    """Turn the scores of rows beyond FUSED_LIMIT into x - m; there almost never are any."""
+    rS = accumulator_rows(acc_S)
+    rows = cute.size(rS.shape[0])
+    shifted = Boolean(False)
+    for r in cutlass.range_constexpr(rows):
+        shifted = shifted | ~_is_fused(state.row_ref[r], scale_log2)
+    if cute.arch.vote_any_sync(shifted):
+        cute.arch.sync_warp()  # keeps this a branch
+        for r in cutlass.range_constexpr(rows):
+            _, shift = _offset_and_shift(state.row_ref[r], scale_log2)
+            for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
+                rS[r, c] = rS[r, c] - shift
+
+
+@cute.jit
+def is_sound(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32) -> Boolean:
     """Whether references that were taken once have served this thread's rows to the end.
 
-    They have not where a sum or an output is too large or NaN. Where there were tiles that only ``kept`` them, they
-    also have not in rows beyond FUSED_LIMIT, whose scores must come as x - m, and in rows that had only scores of -inf
-    to take one from.
+    They have not where a sum or an output is too large or NaN, in rows beyond FUSED_LIMIT, whose scores must come as
+    x - m, and in rows that had only scores of -inf to take one from.
     """
     rO = accumulator_rows(acc_O)
     sound = Boolean(True)
@@ -209,7 +205,7 @@ def is_sound(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32, kept:
         for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
             zero = cute.math.fma(rO[r, c], Float32(0.0), zero)  # NaN if any is not finite
         fused = _is_fused(state.row_ref[r], scale_log2)
-        sound = sound & (zero == 0.0) & (state.row_sum[r] < LARGEST_SUM) & (fused | ~kept)
+        sound = sound & (zero == 0.0) & (state.row_sum[r] < LARGEST_SUM) & fused
     return sound
 
 

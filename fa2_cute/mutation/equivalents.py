@@ -43,7 +43,6 @@ _LIMIT = "a limit of -inf asks for a look at the maximum in every tile: slower, 
 _UNIFORM = "broadcasts a value that all lanes of the warp have already, to let the compiler use a uniform register"
 _BRANCH = "orders no memory: it keeps the compiler from turning the branch into selects"
 _FOUR_SUMS = "1/64 more than 2^123, times the four lanes of a row, is still below the 2^126 that matters"
-_TOGETHER = "of rows that see the same keys none goes without a reference alone, and a NaN row is NaN with any"
 _MAXIMUM = "changes the maximum alone: a reference may be another score, and is_sound tells where that was wrong"
 _NO_DIGITS = "float32 logits beyond 2^26 err by 16 or more: the bounds then allow all that the range of v does"
 _BIT_OF_ZERO = "one more bit of a number in which it is 0, or whose next shift drops it"
@@ -60,9 +59,6 @@ _SOME_TILE = "without a window every block has a key tile, and a call without ke
 _STILL_ZERO = "in a loop of one step, the block's first: O is 0 there, in whichever order"
 _ALL_EXCEED = (
     "in a loop of one step, the block's first: limits are still -inf, so all rows exceed theirs that have a number"
-)
-_SHIFTED = (
-    "steps that take references alone: rows that need a shift are unsound as soon as a tile is left that only keeps"
 )
 _LANE_0 = "of the quotient only lane 0's is used, which has no remainder to round"
 _WAYS = "which way a block follows its maximum is a matter of speed and of roundings far below the bounds"
@@ -131,19 +127,11 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*LARGEST_SUM*"),
     Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*row_max[[]r] > state.row_limit*"),
     Equivalent("logic", _ALL_EXCEED, "or to and", source="exceeded = exceeded | *"),
-    Equivalent("float_constant", _NO_REFERENCE, "larger", "selp.f32", "factor = *Float32(1.0)"),
-    Equivalent("selection", _NO_REFERENCE, "operands swapped", "selp.f32", "factor = *Float32(1.0)"),
+    Equivalent("float_constant", _NO_REFERENCE, "larger", "selp.f32", "factor[[]r] = *Float32(1.0)"),
+    Equivalent("selection", _NO_REFERENCE, "operands swapped", "selp.f32", "factor[[]r] = *Float32(1.0)"),
     Equivalent("guard", _LIMIT, "never", "bra", "if cute.arch.vote_any_sync(exceeded):"),
     Equivalent("float_constant", _REDO, "to 1", "fma.rn.f32", "zero = *"),
-    Equivalent("logic", _REDO, "or to and", source="*fused | ~kept*"),
     Equivalent("float_constant", _REDO, "to 1", "setp.eq.f32", "*(zero == 0.0)*"),
-    # "best if row_ref == -inf else row_ref", which goes by the line of the maximum before it
-    Equivalent("selection", _REDO, "operands swapped", "selp.f32", "return *fmax(x, *shuffle_sync_bfly(x, offset=2))"),
-    Equivalent("selection", _SHIFTED, "operands swapped", "selp.f32", "unfused = *"),
-    Equivalent("arithmetic", _SHIFTED, "sub to add", "sub.f32", "rS[[]r, c] = rS[[]r, c] - shift"),
-    Equivalent("logic", _TOGETHER, "or to and", source="missing = missing | *"),
-    Equivalent("opposite", _TOGETHER, "eq to ne", source="missing = missing | *"),
-    Equivalent("agreement", _TOGETHER, source="if cute.arch.vote_any_sync(missing):"),
     Equivalent("extremum", _MAXIMUM, "max to min", "max.f32", "best = *"),
     Equivalent("selection", _REPEATED, "operands swapped", "selp.f32", "seen = *"),
     Equivalent("opposite", _REPEATED, "lt to ge", "setp.lt.s32", "seen = *"),
