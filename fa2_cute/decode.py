@@ -183,7 +183,7 @@ class Plan:
         )
         if not split:
             return [decoding]
-        combine = spec.combining
+        combine = spec.combining(splits)
         scale = 1.0 if spec.logits else max(abs(scale), SMALLEST_SCALE)
         values = (partial_out, partial_state, out, lse, self.sink, scale * checks.LOG2_E)
         return [decoding, Launch(combine, combine.grid(batch * query_len * heads), 0, values)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import checks, decode_spec, descale, forward
+from . import checks, decode_spec, descale, forward, splitting
 from .arch import Architecture
 from .cache_checks import (
     FP8_DTYPES,
@@ -151,7 +151,7 @@ def decide(
         )
         _check_grid(spec, q, batch, kv_heads)
         blocks = batch * kv_heads * spec.tiles_m(longest * group)
-        splits = num_splits or decode_spec.choose_splits(spec, architecture, _sms(q.device), blocks, capacity)
+        splits = num_splits or splitting.choose_splits(spec, architecture, sms(q.device), blocks, capacity)
         # A split's part of the output is addressed in 32 bits.
         if splits > 1 and q.shape[0] * query_len * heads * v_cache.shape[3] > MAX_INT32:
             if num_splits:
@@ -186,7 +186,8 @@ class Heads:
 
 
 @functools.cache
-def _sms(device: torch.device) -> int:
+def sms(device: torch.device) -> int:
+    """Multiprocessors of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return EMULATED_SMS

@@ -1,10 +1,10 @@
-"""What the decode kernels are specialised on, and how many blocks share one sequence: plain data, no torch."""
+"""What the decode kernels are specialised on: plain data, no torch."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from .arch import KIB, Architecture
+from .arch import KIB
 from .cache_spec import DTYPES, FP8_DTYPES, SCALE_KINDS, VECTOR_BYTES, scales
 from .parameters import Parameter, ScalarParameter, TensorParameter, vector
 from .spec import MAX_HEAD_DIM, packed_tiles
@@ -14,6 +14,7 @@ WARP_M = 16  # rows of one mma.sync: what a warp computes
 WARP_COLUMNS = 128  # most columns of the output a warp: 64 accumulator registers beside up to 64 of Q
 LINE_BYTES = 128  # all banks of shared memory
 COMBINE_THREADS = 128
+FEW_SPLITS = 8  # up to so many are combined by kernels/combine_few.py: a thread loads all that it adds up at once
 EPILOGUE_PAD = 8  # floats between rows of O in shared memory, so that the rows of a quad meet different banks
 
 # A ring for each group of warps: with three stages two tiles are in flight while one is used.
@@ -24,10 +25,9 @@ STEP_BYTES = 4 * KIB
 # What a block takes on every architecture: the most that sm_120 gives. One such block keeps 64 KiB in flight, more than
 # an SM of an H200 needs (4.4 TB/s over 132 SMs times 1.2 us are 40).
 SHARED_BUDGET = 99 * KIB
-
-# Of the slots for blocks, or of the best filling of the last wave: nearer is not worth more splits.
-FULL_ENOUGH = 0.9
-STEPS_OF_SEVERAL = 16  # that a split has at least where an SM gets several blocks at a time
+# Tiles of 64 rows are the tensor cores' work, which one warp a sub-partition leaves idle during its softmax: two blocks
+# must fit an SM of sm_120, 100 KiB of which each takes 1 for the system.
+SHARED_OF_TWO = 49 * KIB
 
 # Probabilities in float16 are 2^7 of themselves: they may grow to 2^8 (softmax.RESCALE_SLACK), and 2^15 is still far
 # from 65504, while small ones keep seven bits more before they become subnormal (2^-14).
@@ -227,10 +227,10 @@ class DecodeSpec:
         """Dynamic shared memory of a block: the rings, and in their place at the end the parts to merge."""
         return max(self.ring_bytes, self.epilogue_bytes)
 
-    @property
-    def combining(self) -> "CombineSpec":
-        """What combines this kernel's splits."""
-        return CombineSpec(self.dtype, self.value_dim, self.sum_exponent, self.output_exponent, self.sink, self.overlap)
+    def combining(self, splits: int) -> "CombineSpec":
+        """What combines as many splits of this kernel."""
+        exponents = (self.sum_exponent, self.output_exponent)
+        return CombineSpec(self.dtype, self.value_dim, *exponents, self.sink, self.overlap, splits <= FEW_SPLITS)
 
     def tiles_m(self, rows):
         """Blocks for ``rows`` packed rows. Takes Python and DSL integers alike."""
@@ -302,6 +302,7 @@ class CombineSpec:
     sum_exponent, output_exponent    of ``DecodeSpec``
     sink            a row has one more logit
     overlap         of ``DecodeSpec``
+    few             for up to FEW_SPLITS splits
     """
 
     dtype: str
@@ -310,6 +311,7 @@ class CombineSpec:
     output_exponent: int = 0
     sink: bool = False
     overlap: bool = False
+    few: bool = False
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
@@ -320,7 +322,7 @@ class CombineSpec:
     @property
     def title(self) -> str:
         """One line for a person."""
-        return f"combining splits, {self.dtype}, value_dim {self.value_dim}"
+        return f"combining {'few ' if self.few else ''}splits, {self.dtype}, value_dim {self.value_dim}"
 
     @property
     def threads(self) -> int:
@@ -333,17 +335,17 @@ class CombineSpec:
 
     @property
     def groups(self) -> int:
-        """Splits that are read side by side."""
+        """Splits of a row that are read side by side, or rows if the splits are few."""
         return self.threads // self.lanes
 
     @property
     def shared_bytes(self) -> int:
-        """The splits' weights, the row's reference and sum, and each group's part of the row."""
-        return 4 * (MAX_SPLITS + self.groups * self.lanes * 4)
+        """The splits' weights, the row's reference and sum, each group's part of the row; nothing for few splits."""
+        return 0 if self.few else 4 * (MAX_SPLITS + self.groups * self.lanes * 4)
 
     def grid(self, rows):
-        """Thread blocks of a launch (x, y, z): one a row. Takes Python and DSL integers alike."""
-        return (rows, 1, 1)
+        """Thread blocks of a launch (x, y, z). Takes Python and DSL integers alike."""
+        return ((rows + self.groups - 1) // self.groups if self.few else rows, 1, 1)
 
     def parameters(self) -> tuple[Parameter | None, ...]:
         """The kernel's arguments in order; what this specification does not need is None."""
@@ -357,6 +359,10 @@ class CombineSpec:
 
     def build(self) -> Any:
         """The kernel's launch code, for ``cute.compile``. Loads the compiler."""
+        if self.few:
+            from .kernels.combine_few import CombineFew
+
+            return CombineFew(self)
         from .kernels.combine import Combine
 
         return Combine(self)
@@ -366,9 +372,9 @@ def choose(dtype: str, cache_dtype: str, head_dim: int, value_dim: int, rows: in
     """The specification for ``rows`` packed rows (query_len x query heads of a KV head).
 
     Up to 16 rows fill one MMA, and four warps share the keys, each with its own tiles: the work is memory's. More rows
-    are four warps' own, 16 each, over the same keys, in blocks of 64. Wide values are two warps' work, or their
-    accumulators would not fit the registers. Tiles are as long as the stages that must be in
-    flight leave them; where not even 16 keys fit, fewer warps share the keys.
+    are four warps' own, 16 each, over the same keys, in blocks of 64, two of which fit an SM where they can. Wide
+    values are two warps' work, or their accumulators would not fit the registers. Tiles are as long as the stages that
+    must be in flight leave them; where not even 16 keys fit, fewer warps share the keys.
     """
     warps_m, warps_n = (1, 4) if rows <= WARP_M else (4, 1)
     warps_v = 1 if value_dim <= WARP_COLUMNS else 2
@@ -380,37 +386,7 @@ def choose(dtype: str, cache_dtype: str, head_dim: int, value_dim: int, rows: in
             spec = DecodeSpec(dtype, cache_dtype, head_dim, value_dim, *tiles, **options)
             longer_than_worth = tile_n > 16 and warps_m == 1 and spec.stage_bytes >= 2 * STEP_BYTES
             if spec.shared_bytes <= SHARED_BUDGET and not longer_than_worth:
-                stages = min(MAX_STAGES, SHARED_BUDGET // (spec.warps_n * spec.stage_bytes))
+                budget = SHARED_OF_TWO if warps_m > 1 and spec.shared_bytes <= SHARED_OF_TWO else SHARED_BUDGET
+                stages = min(MAX_STAGES, budget // (spec.warps_n * spec.stage_bytes))
                 return dataclasses.replace(spec, stages=stages)
         warps_n //= 2
-
-
-def choose_splits(spec: DecodeSpec, arch: Architecture, sms: int, blocks: int, capacity: int) -> int:
-    """How many splits of each sequence use a GPU of ``sms`` SMs best, from what the host knows.
-
-    Arguments:
-        blocks: those of a launch with one split. capacity: the most keys that a sequence can have.
-
-    One block keeps an SM's share of the memory busy: more of them at a time gain nothing (H200: 1 x 8192 with 8 KV
-    heads takes 14.7 us in 16 splits and 15.8 in 32), and their parts cost their combination. FP8 must be converted as
-    well: there as many as an SM holds are worth it, where each then still has steps enough (H200, 16 x 8192: 79 us in 1
-    split, 73 in 2).
-    """
-    keys_a_step = spec.warps_n * spec.tile_n
-    if spec.fp8:
-        held = arch.shared_sm_bytes // (spec.shared_bytes + arch.shared_reserved_bytes)
-        most = capacity // (STEPS_OF_SEVERAL * keys_a_step)
-        splits = _splits_that_fill(sms * held, blocks, MAX_SPLITS)
-        if splits <= most:
-            return splits
-    return _splits_that_fill(sms, blocks, min(MAX_SPLITS, capacity // keys_a_step))
-
-
-def _splits_that_fill(slots: int, blocks: int, most: int) -> int:
-    """The smallest number up to ``most`` whose last wave of blocks is full to 90% of the best: what of it is empty is
-    wasted."""
-    if blocks >= slots * FULL_ENOUGH:
-        return 1
-    filled = {n: blocks * n / (-(-blocks * n // slots) * slots) for n in range(1, max(1, most) + 1)}
-    enough = FULL_ENOUGH * max(filled.values())
-    return min(n for n, part in filled.items() if part >= enough)

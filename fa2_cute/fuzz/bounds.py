@@ -123,6 +123,24 @@ def varlen_bounds(q, k, v, cu_seqlens_q, cu_seqlens_k, **options) -> tuple[torch
     return reference.by_sequence(bounds, q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 
+def narrow_bound(q, k, v, scales: torch.Tensor, **options) -> torch.Tensor:
+    """What the probabilities of an FP8 cache lose below float16's normal numbers, whatever q's dtype is.
+
+    Of w_j = p_j s_j, s_j being V's scale, nothing is kept below half the smallest denormal, 2^-25, of 2^7
+    (decode_spec.P_EXPONENT) of the largest: 2^-32 max_i w_i for each key, times the number that is stored, |v_j| / s_j.
+
+    q, k, v, options: as ``bounds``, v with its scales in it; scales (keys, kv_heads, 1), float64.
+    """
+    if not scales.numel():
+        return v.new_zeros((), dtype=torch.float64)
+    scales = scales[None]
+    # Attention with the scales as values, one key at a time: the weights p_j s_j.
+    one_hot = torch.diag_embed(scales[..., 0].movedim(1, -1)).movedim(-1, 1).movedim(-1, 3)
+    weights = reference.attention(q, k, one_hot, **options)[0]  # (1, query_len, heads, keys)
+    stored = (v.abs() / scales).sum(dim=1).repeat_interleave(q.shape[2] // v.shape[2], dim=1)  # (1, heads, value_dim)
+    return 2.0**-32 * weights.amax(dim=-1, keepdim=True) * stored[:, None]
+
+
 def _scores(query, key, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Scaled scores (queries, keys) and how far the kernel's may be off before any rounding of the logits (1)."""
     head_dim = query.shape[1]

@@ -10,12 +10,17 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+from .cache_cases import CacheCase
+from .cache_judging import check_cache
+from .cache_strategies import PLAIN as PLAIN_CACHE
+from .cache_strategies import cache_cases, some_cache_kernels
 from .cases import Case
 from .judging import check
 from .strategies import PLAIN, caches, cases, length_pairs, some_kernels
 
 CASES_A_ROUND = 500  # hypothesis starts afresh, with a seed of its own and other kernels, after as many
 KERNELS_A_ROUND = 8  # a kernel takes some 4 s to compile: half a minute for a minute or two of emulated cases
+CACHE_KERNELS_A_ROUND = 3  # each is an append, an attention and the combination of splits
 SHRINK_SECONDS = 60.0  # what shrinking one failure may take beyond the time asked for
 MOST_FAILURES = 10  # a campaign that has found as many has made its point
 
@@ -24,9 +29,14 @@ MOST_FAILURES = 10  # a campaign that has found as many has made its point
 class Failure:
     """A case that failed, the smallest that shrinking found, and what it raised; ``path`` is the saved program."""
 
-    case: Case
+    case: Case | CacheCase
     error: Exception
     path: Path | None = None
+
+
+def check_any(case: Case | CacheCase, device: str):
+    """``check`` or ``check_cache``."""
+    (check_cache if isinstance(case, CacheCase) else check)(case, device)
 
 
 @dataclass
@@ -41,7 +51,7 @@ class Campaign:
     seed: int
     device: str = "cpu"
     folder: Path | None = None
-    check: Callable[[Case, str], None] = check
+    check: Callable[[Case | CacheCase, str], None] = check_any
     drawn: int = 0
     seconds: float = 0.0
     classes: dict[str, Counter] = field(default_factory=dict)
@@ -64,6 +74,8 @@ class Campaign:
 
     def _round(self, seed: int, deadline: float, start: float, on_case):
         kernels = st.sampled_from((*PLAIN, *some_kernels(KERNELS_A_ROUND, seed)))
+        cache_kernels = st.sampled_from((PLAIN_CACHE, *some_cache_kernels(CACHE_KERNELS_A_ROUND, seed)))
+        calls = cases(kernels, dense=length_pairs() | caches())
         smallest: list[Failure] = []  # hypothesis tries only simpler cases than the last that failed
 
         @hypothesis.seed(seed)
@@ -76,7 +88,7 @@ class Campaign:
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
         )
-        @hypothesis.given(cases(kernels, dense=length_pairs() | caches()))
+        @hypothesis.given(calls | cache_cases(cache_kernels))
         def draw(case):
             now = time.monotonic()
             if now > (deadline + SHRINK_SECONDS if smallest else deadline):
@@ -103,7 +115,7 @@ class Campaign:
             known = {failure.case for failure in self.failures}
             self.failures += [self._saved(failure) for failure in smallest if failure.case not in known]
 
-    def _count(self, case: Case):
+    def _count(self, case: Case | CacheCase):
         self.drawn += 1
         for aspect, kind in case.classes().items():
             self.classes.setdefault(aspect, Counter())[kind] += 1

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +13,16 @@ from .per_head import sinks, slopes
 from .values import numbers
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def given_fields(x: Any) -> str:
+    """Python that makes the dataclass ``x`` again; fields at their defaults are left out."""
+    given = [
+        f"{field.name}={getattr(x, field.name)!r}"
+        for field in dataclasses.fields(x)
+        if getattr(x, field.name) != field.default
+    ]
+    return f"{type(x).__name__}({', '.join(given)})"
 
 
 @dataclass(frozen=True)
@@ -55,13 +66,7 @@ class Case:
     seed: int = 0
 
     def __repr__(self) -> str:
-        """Python that makes the case again; fields at their defaults are left out."""
-        given = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return f"Case({', '.join(given)})"
+        return given_fields(self)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -152,6 +157,7 @@ class Case:
         """What kind of call this is, by aspect: what a campaign counts."""
         ratio = self.heads // self.kv_heads
         return {
+            "call": "attend",
             "dtype": self.dtype,
             "head_dim": _width_class(self.head_dim),
             "value_dim": "equal" if self.value_width == self.head_dim else "different",

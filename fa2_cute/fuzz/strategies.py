@@ -150,8 +150,8 @@ def length_pairs(draw, limit: int = 260) -> tuple[int, int]:
 
 @st.composite
 def caches(draw) -> tuple[int, int]:
-    """(query_len, key_len): a few queries on a cache that is long enough to be split among blocks."""
-    return draw(st.sampled_from([1, 1, 2, 5, 16])), draw(st.sampled_from([1023, 1024, 1025, 1031, 1100, 1664]))
+    """(query_len, key_len): a few queries, or a tile or two, on keys that are enough to be split among blocks."""
+    return draw(st.sampled_from([1, 1, 2, 5, 16, 70, 130])), draw(st.sampled_from([1023, 1024, 1025, 1031, 1100, 1664]))
 
 
 @st.composite

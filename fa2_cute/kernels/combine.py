@@ -1,4 +1,4 @@
-"""The parts that the splits of a sequence leave, as one output: a block a row.
+"""The parts that many splits of a sequence leave, as one output: a block a row.
 
 The weights of all splits first (a warp's lanes read a reference each), then groups of lanes add the splits' rows, group
 g those of number g, g + groups, ..., and the groups' sums are added in order: the same bits for the same splits,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32
 
 from ..decode_spec import DecodeSpec
 from . import packing, pages
@@ -81,7 +81,7 @@ def find_keys(
     table = None
     if mTable is not None:
         capacity = capacity * mTable.shape[1]
-        table = pages.Table(mTable[b, None], mK.shape[0], Uint32(mK.shape[1]))
+        table = pages.Table(mTable[b, None], mK.shape[0], mK.shape[1])
         row = Int32(0)
     length = capacity if mSeqlens is None else cutlass.min(cutlass.max(mSeqlens[b], Int32(0)), capacity)
     first, end = Int32(0), length

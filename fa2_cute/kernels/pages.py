@@ -7,6 +7,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from ..cache_spec import VECTOR_BYTES
+from .place import opaque
+
+LINE_ENTRIES = 32  # of a page table in 128 bytes
 
 
 def chunks_a_line(row_bytes: int) -> int:
@@ -102,8 +105,8 @@ def make_source(
     chunk = (lane % width) ^ swizzle(first_row, width)
     return Source(
         start,
-        Uint32(mX.stride[1] * element_bytes // VECTOR_BYTES),
-        Uint32(mX.stride[0] * element_bytes // VECTOR_BYTES),
+        opaque(Uint32(mX.stride[1] * element_bytes // VECTOR_BYTES)),
+        opaque(Uint32(mX.stride[0] * element_bytes // VECTOR_BYTES)),
         ring + (line + chunk) * VECTOR_BYTES,
     )
 
@@ -143,7 +146,10 @@ def copy_row(
 
 
 def copy_chunk(target: Int32, address: Int64, size: Int32):
-    """16 bytes to shared memory, of which ``size`` are read and the rest are zeros (PTX ISA, cp.async, src-size)."""
+    """16 bytes to shared memory, of which ``size`` are read and the rest are zeros (PTX ISA, cp.async, src-size).
+
+    L2::256B costs 3 to 10% (H200), also where a row of a head has 128 bytes and its neighbour's is wanted soon.
+    """
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, address, size]
     )
@@ -160,13 +166,56 @@ class Table:
 
     mTable: cute.Tensor
     pages: Int32
-    page_size: Uint32
+    page_size: Int32
 
 
-def look_up(table: Table, key: Int32) -> tuple[Int32, Int32]:
-    """(page, row in the page) of key ``key``, which the table must cover; page -1 where there is none."""
-    index = Uint32(key) // table.page_size
-    row = Uint32(key) - index * table.page_size
-    page = table.mTable[Int32(index)]
-    exists = (page >= 0) & (page < table.pages)
-    return cutlass.select_(exists, page, Int32(-1)), Int32(row)
+@cute.jit
+def prefetch_table(mTable_row: cute.Tensor, split: Int32, splits: Int32):
+    """Into the L2: the entries of one split of a full sequence, a line a thread, while its length is still on the way.
+
+    A guess: of a shorter sequence they are others.
+    """
+    tidx, _, _ = cute.arch.thread_idx()
+    width = mTable_row.shape[0]
+    entries = cute.ceil_div(width, splits)
+    entry = split * entries + tidx * LINE_ENTRIES
+    if entry < cutlass.min((split + 1) * entries, width):
+        address = mTable_row.iterator.toint() + Int64(entry) * mTable_row.stride[0] * 4
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A key's place in a page table that moves on by the same number of keys each time: no division but the first.
+
+    place           (2,) the table's entry, and the row of its page
+    step_entries, step_rows     what a move adds to them
+    """
+
+    place: cute.Tensor
+    step_entries: Int32
+    step_rows: Int32
+
+
+def start_walk(table: Table, key: Int32, step: int) -> Walk:
+    """At key ``key``, to go on by ``step`` keys at a time."""
+    walk = Walk(cute.make_rmem_tensor(2, Int32), step // table.page_size, step % table.page_size)
+    walk.place[0] = key // table.page_size
+    walk.place[1] = key % table.page_size
+    return walk
+
+
+def look_up(table: Table, walk: Walk, wanted: Boolean) -> tuple[Int32, Int32]:
+    """(page, row in the page) where ``walk`` is; page -1 if that is not ``wanted`` (the table may then end before it)
+    or if there is no such page."""
+    page = table.mTable[cutlass.select_(wanted, walk.place[0], Int32(0))]
+    exists = wanted & (page >= 0) & (page < table.pages)
+    return cutlass.select_(exists, page, Int32(-1)), walk.place[1]
+
+
+def move(table: Table, walk: Walk):
+    """``walk`` one step on."""
+    entry, row = walk.place[0] + walk.step_entries, walk.place[1] + walk.step_rows
+    over = row >= table.page_size
+    walk.place[0] = cutlass.select_(over, entry + 1, entry)
+    walk.place[1] = cutlass.select_(over, row - table.page_size, row)

@@ -8,19 +8,10 @@ from hypothesis import strategies as st
 from fa2_cute.cache_spec import BLOCK_TOKENS
 from fa2_cute.decode import decode
 from fa2_cute.decode_spec import WARP_M
-from fa2_cute.fuzz.bounds import bounds
+from fa2_cute.fuzz.bounds import bounds, narrow_bound
+from fa2_cute.fuzz.cache_cases import DTYPES, GARBAGE, KINDS
 from fa2_cute.reference import attention
 from fa2_cute.reference_cache import Cache
-
-DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
-GARBAGE = (-1, -7, 10_000, 2**31 - 1, -(2**31))  # not a page or row of any test's cache, in both directions
-# What keys are multiplied by: plain; rows of nearly one key; scores that grow towards the end, so that references move.
-KINDS = ("normal", "peaked", "growing")
 
 
 @dataclass(frozen=True)
@@ -204,7 +195,10 @@ def judge_sequence(case: Case, t: Tensors, b: int, q: torch.Tensor, out: torch.T
     expected, expected_lse = attention(*given, **options)
     out_bound, lse_bound = bounds(*given, **options)
     if t.cache.k.element_size() == 1:
-        out_bound = out_bound + _narrow_bound(t.cache, b, *given, **options)
+        slots = [t.cache.slot(b, j) or (0, 0) for j in range(end)]
+        scales = [t.cache.factor(t.cache.v_descale, b, slot) for slot in slots]
+        if scales:
+            out_bound = out_bound + narrow_bound(*given, torch.stack(scales), **options)
     for name, got, right, bound in (("out", out, expected, out_bound), ("lse", lse, expected_lse, lse_bound)):
         if got.numel() == 0:
             continue
@@ -214,23 +208,6 @@ def judge_sequence(case: Case, t: Tensors, b: int, q: torch.Tensor, out: torch.T
             f"{case}: {name} of sequence {b}, element {worst.item()}: got {got.flatten()[worst].item()}, "
             f"expected {right.flatten()[worst].item()} within {bound.flatten()[worst].item():.3g}"
         )
-
-
-def _narrow_bound(cache: Cache, b: int, q, k, v, **options) -> torch.Tensor:
-    """What an FP8 cache's probabilities lose below float16's normal numbers, whatever q's dtype is: of
-
-    w_j = p_j s_j, s_j being V's scale, nothing is kept below half the smallest denormal, 2^-25, of 2^7 (P_EXPONENT) of
-    the largest: 2^-32 max_i w_i for each key, times the number that is stored, |v_j| / s_j.
-    """
-    scales = [cache.factor(cache.v_descale, b, cache.slot(b, j) or (0, 0)) for j in range(k.shape[1])]
-    scales = torch.stack(scales)[None] if scales else v.new_zeros(1, 0, v.shape[2], 1)  # (1, keys, kv_heads, 1)
-    # Attention with the scales as values, one key at a time: the weights p_j s_j.
-    one_hot = torch.diag_embed(scales[..., 0].movedim(1, -1)).movedim(-1, 1).movedim(-1, 3)
-    weights = attention(q, k, one_hot, **options)[0]  # (1, query_len, heads, keys)
-    stored = (v.abs() / scales).sum(dim=1) if scales.numel() else v.sum(dim=1)  # (1, kv_heads, value_dim)
-    stored = stored.repeat_interleave(q.shape[2] // v.shape[2], dim=1)
-    largest = weights.amax(dim=-1, keepdim=True) if weights.shape[-1] else weights.new_zeros((*weights.shape[:3], 1))
-    return 2.0**-32 * largest * stored[:, None]
 
 
 @st.composite

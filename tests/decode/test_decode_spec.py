@@ -1,4 +1,4 @@
-"""Which kernel and how many splits: plain data, nothing is compiled."""
+"""Which kernel: plain data, nothing is compiled."""
 
 import pytest
 from hypothesis import given
@@ -7,13 +7,11 @@ from hypothesis import strategies as st
 from fa2_cute import arch
 from fa2_cute.decode_spec import (
     FP8_DTYPES,
-    MAX_SPLITS,
     MIN_STAGES,
     SHARED_BUDGET,
     CombineSpec,
     DecodeSpec,
     choose,
-    choose_splits,
 )
 
 SPEC = choose("bfloat16", "bfloat16", 128, 128, 4)
@@ -34,30 +32,6 @@ def test_a_specification_for_every_call_that_is_taken(head_dim, value_dim, rows,
     assert spec.value_width >= value_dim
     assert spec.value_width % (16 * spec.warps_v) == 0
     assert spec.warps_v == 1 or spec.value_bytes % (128 * spec.warps_v) == 0
-
-
-@given(st.integers(1, 200), st.integers(1, 5000), st.integers(1, 2**20))
-def test_splits_fill_the_gpu_and_leave_each_something_to_do(sms, blocks, capacity):
-    splits = choose_splits(SPEC, arch.TARGET, sms, blocks, capacity)
-    keys_a_step = SPEC.warps_n * SPEC.tile_n
-    assert 1 <= splits <= MAX_SPLITS
-    assert splits == 1 or splits * keys_a_step <= capacity
-    if blocks >= sms:
-        assert splits == 1
-    if blocks * 2 <= sms and capacity >= keys_a_step * MAX_SPLITS:
-        waves = -(-blocks * splits // sms)
-        assert blocks * splits >= 0.8 * waves * sms
-
-
-def test_splits_on_an_rtx_5090_and_an_h200():
-    small, large = arch.BY_NAME["sm_120"], arch.BY_NAME["sm_90"]
-    assert choose_splits(SPEC, small, 170, 8, 8192) in range(19, 22)
-    assert choose_splits(SPEC, large, 132, 8, 8192) in range(15, 17)
-    assert choose_splits(SPEC, large, 132, 128, 8192) == choose_splits(SPEC, large, 132, 512, 8192) == 1
-    fp8 = choose("bfloat16", "float8_e4m3fn", 128, 128, 4)
-    assert choose_splits(fp8, large, 132, 128, 8192) == 2
-    assert choose_splits(fp8, large, 132, 8, 8192) in range(15, 17)
-    assert choose_splits(fp8, small, 170, 160, 8192) == 1
 
 
 FIELDS = {

@@ -5,80 +5,21 @@ from dataclasses import asdict
 import pytest
 import torch
 from hypothesis import example, given
-from kvcases import DTYPES, SETTINGS, Case, Setting, cases, make
+from kvcases import DTYPES, SETTINGS, Case, Options, Setting, cases, make
 
-from fa2_cute import arch, emulation, jit, reference_cache, resources
+from fa2_cute import arch, emulation, jit, resources
 from fa2_cute.append import FIRST_OVERLAP, append
 from fa2_cute.append_spec import AppendSpec
-from fa2_cute.descale import normalise
+from fa2_cute.fuzz.cache_judging import judge_append
+from fa2_cute.fuzz.cache_judging import run_append as run
 from fa2_cute.reference_cache import Cache
 
-FLOAT32_ROUNDING = 2.0**-24
-
-
-def run(case, t):
-    """The kernel on the tensors of a case: (lengths, rotated q or None)."""
-    options = {"batch": case.batch, "paged": case.setting.paged}
-    return append(
-        t.k,
-        t.v,
-        t.cache.k,
-        t.cache.v,
-        t.seqlens,
-        capacity=case.capacity,
-        q=t.q,
-        rotary_cos=t.cos,
-        rotary_sin=t.sin,
-        rotary_interleaved=case.setting.interleaved,
-        ordered=case.ordered,
-        cache_batch_idx=t.cache.cache_batch_idx,
-        block_table=t.cache.block_table,
-        k_descale=normalise("k_descale", t.cache.k_descale, t.cache.k, **options),
-        v_descale=normalise("v_descale", t.cache.v_descale, t.cache.v, **options),
-    )
-
-
-def allowed(expected, dtype, magnitude):
-    """How far a stored number may be from the float64 one, both before FP8 saturates.
-
-    Half a step of its type, which is eps / 2 of a normal number and of the smallest normal one below that; and the
-    float32 arithmetic before it: two products, a sum and a quotient of numbers up to ``magnitude``.
-    """
-    kind = torch.finfo(dtype)
-    half_step = (expected.abs() + kind.smallest_normal) * (kind.eps / 2)
-    return half_step * (1 + 8 * FLOAT32_ROUNDING) + 4 * FLOAT32_ROUNDING * magnitude
+ORDERED = Options(causal=True)  # queries have positions of their own
 
 
 def check(case, device="cpu"):
     t = make(case, device)
-    lengths, rotated = run(case, t)
-    t, lengths = t.to("cpu"), lengths.cpu()
-    setting = case.setting
-    rotary = {"rotary_cos": t.cos, "rotary_sin": t.sin, "rotary_interleaved": setting.interleaved}
-    keys, values, written = reference_cache.appended(t.cache, t.k, t.v, t.seqlens, **rotary)
-    assert torch.equal(lengths, reference_cache.lengths_after(t.cache, t.seqlens, case.new_len))
-    for got, expected, before, new, descale in (
-        (t.cache.k, keys, t.before.k, t.k, t.cache.k_descale),
-        (t.cache.v, values, t.before.v, t.v, t.cache.v_descale),
-    ):
-        assert torch.equal(got[~written].view(torch.uint8), before[~written].view(torch.uint8))
-        if not written.any():
-            continue
-        most = torch.finfo(got.dtype).max
-        smallest = 1.0 if descale is None else descale.min().item()
-        magnitude = 2 * new.abs().max().double() / smallest  # |x cos| + |y sin|
-        wanted = expected[written].clamp(-most, most)
-        error = (got[written].double() - wanted).abs()
-        assert (error <= allowed(wanted, got.dtype, magnitude)).all()
-    assert (rotated is None) == (setting.rotary_dim == 0)
-    if rotated is not None:
-        start = t.seqlens.clamp(0, case.capacity)
-        angles = {"rotary_cos": t.cos, "rotary_sin": t.sin}
-        expected = reference_cache.rotated_queries(
-            t.q, start, **angles, rotary_interleaved=setting.interleaved, ordered=case.ordered
-        )
-        error = (rotated.cpu().double() - expected).abs()
-        assert (error <= allowed(expected, t.q.dtype, 2 * t.q.abs().max().double())).all()
+    judge_append(case, t, *run(case, t))
 
 
 @given(cases())
@@ -91,17 +32,15 @@ def test_writes_the_new_tokens_and_nothing_else(case):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting(setting):
-    check(Case(setting, (0, 5, 14, 40), new_len=4, query_len=3, kv_heads=2, length=16, width=2, missing=True))
+    shape = {"new_len": 4, "query_len": 3, "kv_heads": 2, "length": 16, "width": 2}
+    check(Case(setting, (0, 5, 14, 40), **shape, options=ORDERED, missing=True))
 
 
 @pytest.mark.parametrize("setting", SETTINGS[1:3])
 def test_a_long_prompt_takes_many_blocks(setting):
     """Rows of 40 elements leave threads of a block idle, which must not work on the next block's rows."""
-    check(
-        Case(
-            setting, (3, 0), new_len=60, query_len=60, kv_heads=3, group=1, length=16 if setting.paged else 64, width=4
-        )
-    )
+    shape = {"new_len": 60, "query_len": 60, "kv_heads": 3, "group": 1, "length": 16 if setting.paged else 64}
+    check(Case(setting, (3, 0), **shape, width=4, options=ORDERED))
 
 
 def test_a_key_that_saturates_and_one_that_is_nan():
@@ -115,7 +54,7 @@ def test_a_key_that_saturates_and_one_that_is_nan():
 
 
 def test_a_position_without_an_angle_gives_nan():
-    case = Case(SETTINGS[1], (6,), new_len=1, query_len=4, length=8)
+    case = Case(SETTINGS[1], (6,), new_len=1, query_len=4, length=8, options=ORDERED)
     t = make(case)
     t.cos, t.sin = t.cos[:8], t.sin[:8]
     _, rotated = run(case, t)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kvcache import COMBINING
 
 from fa2_cute import reference
 from fa2_cute.fuzz.bounds import bounds
+from fa2_cute.fuzz.cache_judging import COMBINING
 from fa2_cute.fuzz.judging import require_within
 from fa2_cute.reference_cache import rotated
 from fa2_cute.serving import PagedKVCache

@@ -1,154 +1,32 @@
 """flash_attn_with_kvcache in the emulator against the judge: every way to append, find slots and attend."""
 
 import inspect
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from kvcases import SETTINGS, Case, Setting, cases, make
-from test_append import run as run_append
+from kvcases import CALLS, SETTINGS, Case, Options, Setting, calls, make
 
 from fa2_cute import reference
-from fa2_cute.fuzz.bounds import FP32, bounds
+from fa2_cute.fuzz.bounds import bounds
+from fa2_cute.fuzz.cache_judging import COMBINING, check_cache, run_append
 from fa2_cute.fuzz.judging import require_within
 from fa2_cute.kvcache import append_to_kvcache, flash_attn_with_kvcache
-
-# Weights and sums of splits are combined once more: two exponentials, a product, a sum and a quotient in float32.
-COMBINING = 16 * FP32
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the attention is asked for; the flags are compiled in, so tests share a few of them."""
-
-    causal: bool = False
-    left: int = -1
-    right: int = -1
-    softcap: float = 0.0
-    alibi: bool = False
-    sink: bool = False
-    leftpad: bool = False
-    num_splits: int = 0
-
-
-# Each setting with options, so that every one meets pages, FP8 or a rotation somewhere.
-CALLS = (
-    (SETTINGS[0], Options()),
-    (SETTINGS[0], Options(causal=True, leftpad=True)),
-    (SETTINGS[1], Options(causal=True, sink=True)),
-    (SETTINGS[2], Options(left=5, right=1)),
-    (SETTINGS[2], Options(causal=True, alibi=True, leftpad=True)),
-    (SETTINGS[3], Options(causal=True)),
-    (SETTINGS[4], Options(softcap=3.0)),
-    (SETTINGS[5], Options()),
-)
-
-
-def arguments(case, t, options, generator):
-    """Keyword arguments of ``flash_attn_with_kvcache`` for the attention alone, and the same for the judge."""
-    heads = case.kv_heads * case.group
-    slopes = torch.rand(heads, generator=generator) if options.alibi else None
-    sink = torch.randn(heads, generator=generator) if options.sink else None
-    pad = torch.randint(-1, case.capacity + 2, (case.batch,), generator=generator).to(torch.int32)
-    device = t.q.device
-    slopes, sink, pad = (x if x is None else x.to(device) for x in (slopes, sink, pad))
-    ours = {
-        "causal": options.causal,
-        "window_size": (options.left, options.right),
-        "softcap": options.softcap,
-        "alibi_slopes": slopes,
-        "learnable_sink": sink,
-        "cache_leftpad": pad if options.leftpad else None,
-        "num_splits": options.num_splits,
-    }
-    left, right = (None if side < 0 else side for side in (options.left, options.right))
-    judges = {
-        "window": (left, 0 if options.causal else right),
-        "softcap": options.softcap,
-        "alibi_slopes": slopes,
-        "sink": sink,
-    }
-    return ours, judges, pad if options.leftpad else torch.zeros_like(pad)
-
-
-def call(t, case, **options):
-    """The function on the tensors of a case, all options by name: (out, lse)."""
-    return flash_attn_with_kvcache(
-        t.q,
-        t.cache.k,
-        t.cache.v,
-        k=t.k,
-        v=t.v,
-        rotary_cos=t.cos,
-        rotary_sin=t.sin,
-        cache_seqlens=t.seqlens,
-        cache_batch_idx=t.cache.cache_batch_idx,
-        block_table=t.cache.block_table,
-        rotary_interleaved=case.setting.interleaved,
-        return_softmax_lse=True,
-        k_descale=t.cache.k_descale,
-        v_descale=t.cache.v_descale,
-        **options,
-    )
-
-
-def judge(q, cache, lengths, pad, out, lse, **options):
-    """Raise unless out and lse are the attention of q over the first ``lengths`` tokens of a cache, within bounds."""
-    slopes = options.pop("alibi_slopes", None)
-    for b in range(q.shape[0]):
-        end = min(max(int(lengths[b]), 0), cache.capacity)
-        k, v, exist = cache.gather(b, range(min(max(int(pad[b]), 0), end), end))
-        mask = None if bool(exist.all()) else exist[None, None, None, :]
-        chosen = {**options, "alibi_slopes": slopes, "mask": mask}
-        one = (q[b : b + 1], k[None], v[None])
-        expected = reference.attention(*one, **chosen)
-        out_bound, lse_bound = bounds(*one, **chosen)
-        out_bound = out_bound + COMBINING * v.abs().amax().item() if len(v) else out_bound
-        require_within(out[b : b + 1], expected[0], out_bound, f"out of sequence {b}")
-        require_within(lse[b : b + 1], expected[1], lse_bound + COMBINING, f"lse of sequence {b}")
-
-
-def check(case, options, device="cpu"):
-    case = replace(case, ordered=options.causal or options.left >= 0 or options.right >= 0)
-    generator = torch.Generator().manual_seed(case.seed)
-    twin, t = make(case, device), make(case, device)
-    lengths, rotated = run_append(case, twin)
-    ours, judges, pad = arguments(case, t, options, generator)
-    out, lse = call(t, case, **ours)
-    assert torch.equal(t.cache.k.view(torch.uint8), twin.cache.k.view(torch.uint8))
-    assert torch.equal(t.cache.v.view(torch.uint8), twin.cache.v.view(torch.uint8))
-    assert out.shape == (*t.q.shape[:3], case.setting.value_dim)
-    assert out.dtype == t.q.dtype
-    assert lse.dtype == torch.float32
-    q = (t.q if rotated is None else rotated).cpu()
-    judges = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in judges.items()}
-    judge(q, t.to("cpu").cache, lengths, pad, out.cpu(), lse.cpu(), **judges)
-
-
-@st.composite
-def calls(draw):
-    setting, options = draw(st.sampled_from(CALLS))
-    case = draw(cases((setting,)))
-    case = replace(case, new_len=min(case.new_len, case.capacity))  # more is refused
-    if options.causal or options.left >= 0 or options.right >= 0:  # one query is another kernel: see the examples
-        case = replace(case, query_len=max(case.query_len, 2))
-    return case, replace(options, num_splits=draw(st.sampled_from([0, 0, 1, 2, 3])))
 
 
 @settings(max_examples=25)
 @given(calls())
-@example((Case(SETTINGS[0], (0,), new_len=0), Options()))
-@example((Case(SETTINGS[2], (0, 7), new_len=1, query_len=2, length=1, width=8), CALLS[3][1]))
-@example((Case(SETTINGS[2], (0,), query_len=2, length=1, width=1), CALLS[4][1]))  # more left padding than slots
+@example(Case(SETTINGS[0], (0,), new_len=0))
+@example(Case(SETTINGS[2], (0, 7), new_len=1, query_len=2, length=1, width=8, options=CALLS[3][1]))
+@example(Case(SETTINGS[2], (0,), query_len=2, length=1, width=1, options=CALLS[4][1]))  # more left padding than slots
 def test_appends_and_attends(call):
-    check(*call)
+    check_cache(call)
 
 
 @pytest.mark.parametrize(("setting", "options"), CALLS)
 def test_every_setting_with_its_options(setting, options):
-    check(Case(setting, (0, 5, 9, 40), new_len=3, query_len=2, kv_heads=2, length=16, width=2, missing=True), options)
+    shape = {"new_len": 3, "query_len": 2, "kv_heads": 2, "length": 16, "width": 2}
+    check_cache(Case(setting, (0, 5, 9, 40), **shape, options=options, missing=True))
 
 
 def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives():
@@ -243,9 +121,10 @@ def test_names_order_and_defaults_are_those_of_flash_attn():
 def test_no_kernel_is_compiled_again_for_other_lengths_and_batches():
     from fa2_cute import jit
 
-    check(Case(SETTINGS[0], (3,), new_len=1, length=32), Options(num_splits=2))
+    options = Options(num_splits=2)
+    check_cache(Case(SETTINGS[0], (3,), new_len=1, length=32, options=options))
     before = jit.kernels()
-    check(Case(SETTINGS[0], (3, 9, 90), new_len=1, kv_heads=3, length=130), Options(num_splits=2))
+    check_cache(Case(SETTINGS[0], (3, 9, 90), new_len=1, kv_heads=3, length=130, options=options))
     assert jit.kernels() == before
 
 

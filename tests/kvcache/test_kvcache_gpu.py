@@ -3,14 +3,13 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from kvcases import SETTINGS, Case, Setting, cases, make
+from kvcases import CALLS, SETTINGS, Case, Setting, calls, cases, make
 from test_append import check as check_append
-from test_append import run as run_append
 from test_examples import load
-from test_kvcache import CALLS, calls, check
 
 from fa2_cute import reference
 from fa2_cute.append import append
+from fa2_cute.fuzz.cache_judging import check_cache, run_append
 from fa2_cute.kvcache import flash_attn_with_kvcache
 from fa2_cute.serving import PagedKVCache
 
@@ -25,19 +24,22 @@ def test_appends(case):
 @settings(max_examples=25)
 @given(calls())
 def test_appends_and_attends(call):
-    check(*call, device="cuda")
+    check_cache(call, "cuda")
 
 
 @pytest.mark.parametrize(("setting", "options"), CALLS)
 def test_longer_caches(setting, options):
     length, width = (16, 40) if setting.paged else (640, 1)
     seqlens = (0, 300, 637, 5, 639, 700)
-    check(Case(setting, seqlens, new_len=3, query_len=3, kv_heads=2, length=length, width=width), options, "cuda")
+    shape = {"new_len": 3, "query_len": 3, "kv_heads": 2, "length": length, "width": width}
+    check_cache(Case(setting, seqlens, **shape, options=options), "cuda")
 
 
 def test_a_prompt_of_many_blocks():
-    check_append(Case(SETTINGS[2], (3, 0), new_len=700, query_len=700, kv_heads=4, length=16, width=48), "cuda")
-    check(Case(SETTINGS[2], (3, 0), new_len=300, query_len=300, length=16, width=20), CALLS[4][1], "cuda")
+    options = CALLS[4][1]
+    shape = {"new_len": 700, "query_len": 700, "kv_heads": 4, "length": 16, "width": 48}
+    check_append(Case(SETTINGS[2], (3, 0), **shape, options=options), "cuda")
+    check_cache(Case(SETTINGS[2], (3, 0), new_len=300, query_len=300, length=16, width=20, options=options), "cuda")
 
 
 def test_writes_nothing_beside_the_cache():

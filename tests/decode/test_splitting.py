@@ -1,0 +1,117 @@
+"""How many splits, and which dense calls are split: plain data; then those calls in the emulator."""
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fa2_cute import arch, decode, splitting, tiling
+from fa2_cute.decode_spec import MAX_SPLITS, choose
+from fa2_cute.forward import SPLIT_KEYS
+from fa2_cute.fuzz import Case, check
+from fa2_cute.problem import Problem
+from fa2_cute.spec import CAUSAL, FULL
+from fa2_cute.splitting import choose_splits
+
+SPEC = choose("bfloat16", "bfloat16", 128, 128, 4)
+WIDE = choose("bfloat16", "bfloat16", 128, 128, 64)
+H200, RTX_5090 = (arch.BY_NAME["sm_90"], 132), (arch.BY_NAME["sm_120"], 170)
+devices = st.sampled_from([H200, RTX_5090])
+
+
+@given(devices, st.integers(1, 5000), st.integers(1, 2**20))
+def test_splits_fill_the_gpu_and_leave_each_something_to_do(device, blocks, capacity):
+    _, sms = device
+    splits = choose_splits(SPEC, *device, blocks, capacity)
+    keys_a_step = SPEC.warps_n * SPEC.tile_n
+    assert 1 <= splits <= MAX_SPLITS
+    assert splits == 1 or splits * keys_a_step <= capacity
+    if blocks >= 20 * sms:
+        assert splits == 1
+    if blocks * 2 <= sms and capacity >= 2 * keys_a_step * MAX_SPLITS:
+        waves = -(-blocks * splits // sms)
+        assert blocks * splits >= 0.8 * waves * sms
+
+
+def test_splits_on_an_rtx_5090_and_an_h200():
+    """Those that were fastest on the H200, or within what two runs differ by: docs/decode.md."""
+    assert [choose_splits(SPEC, *H200, 8, keys) for keys in (1024, 8192, 32768)] == [8, 32, 32]
+    assert [choose_splits(SPEC, *H200, 32, keys) for keys in (1024, 8192, 131072)] == [4, 8, 4]
+    assert [choose_splits(SPEC, *H200, blocks, 8192) for blocks in (128, 512)] == [1, 1]
+    fp8 = choose("bfloat16", "float8_e4m3fn", 128, 128, 4)
+    assert [choose_splits(fp8, *H200, 128, keys) for keys in (1024, 8192, 32768)] == [1, 2, 1]
+    assert choose_splits(SPEC, *RTX_5090, 8, 8192) in range(19, 22)  # one block an SM, which has no room for two
+    assert choose_splits(fp8, *RTX_5090, 160, 8192) == 1
+
+
+@given(devices, st.integers(1, 2000), st.integers(1, 2**20))
+def test_splits_of_tiles_of_64_rows_have_keys_enough(device, blocks, keys):
+    splits = choose_splits(WIDE, *device, blocks, keys)
+    assert 1 <= splits <= MAX_SPLITS
+    assert splits == 1 or splits * splitting.FEWEST_KEYS <= keys
+    _, sms = device
+    if blocks * 8 <= sms and keys >= 2**16:
+        assert blocks * splits >= sms
+
+
+def problem(batch, query_len, key_len, heads, kv_heads, features=FULL, head_dim=128):
+    return Problem("bfloat16", batch, query_len, key_len, heads, kv_heads, head_dim, head_dim, features)
+
+
+@given(devices, st.integers(1, 8), st.integers(1, 2000), st.sampled_from([(32, 8), (16, 16), (8, 1), (1, 1)]))
+def test_a_call_with_few_tiles_on_many_keys_is_split(device, batch, query_len, heads):
+    architecture, sms = device
+    tile_m = tiling.choose("bfloat16", 128, 128, FULL, architecture).tile_m
+    tiles = batch * heads[0] * -(-query_len // tile_m)
+    assume(tiles <= sms // 4)
+    assert splitting.splits_pay(problem(batch, query_len, 16384, *heads), 16384, *device)
+
+
+@given(devices, st.integers(1, 8), st.integers(128, 5000), st.integers(1024, 2**17), st.sampled_from([FULL, CAUSAL]))
+def test_a_call_that_fills_the_device_many_times_is_not(device, batch, query_len, key_len, features):
+    _, sms = device
+    rows = query_len // 128 * 128
+    assume(batch * 32 * (rows // 128) >= 8 * sms)
+    assert not splitting.splits_pay(problem(batch, rows, key_len, 32, 8, features), key_len, *device)
+
+
+@pytest.mark.parametrize(
+    ("batch", "query_len", "key_len", "heads", "split"),
+    [
+        (1, 512, 8192, (32, 8), False),  # 200 us, split 230
+        (1, 512, 8192, (16, 16), True),  # 197, 123
+        (1, 256, 16384, (32, 8), True),  # 379, 228
+        (1, 128, 32768, (8, 1), True),  # 684, 71
+        (4, 128, 8192, (32, 8), False),  # 200, 225
+        (4, 128, 8192, (16, 16), True),  # 204, 126
+        (1, 1024, 8192, (16, 16), False),  # 193, 223
+        (1, 1024, 8192, (8, 1), True),  # 168, 122
+        (1, 2048, 2048, (8, 1), False),  # 50, 65
+        (2, 512, 2048, (32, 8), False),  # 86, 126
+        (1, 128, 2048, (32, 8), True),  # 47, 28
+    ],
+)
+def test_the_faster_kernel_on_an_h200(batch, query_len, key_len, heads, split):
+    """Measured microseconds, full attention: docs/decode.md."""
+    assert splitting.splits_pay(problem(batch, query_len, key_len, *heads), key_len, *H200) is split
+
+
+@pytest.mark.parametrize(
+    ("case", "split"),
+    [
+        (Case(query_len=70, key_len=1300, heads=4, causal=True), True),
+        (
+            Case("float16", 2, 40, 1100, 3, 1, 64, 40, window=(1050, 60), softcap=5.0, alibi="ladder", sink="normal"),
+            True,
+        ),
+        (Case(query_len=70, key_len=1300, heads=4, window=(100, 0)), False),  # each query sees 101 keys
+        (Case(query_len=70, key_len=1023, heads=4), False),
+    ],
+    ids=repr,
+)
+def test_a_call_with_few_tiles_is_right(case, split, monkeypatch):
+    calls = []
+    prepare = decode.prepare
+    monkeypatch.setattr(decode, "prepare", lambda *given, **options: calls.append(1) or prepare(*given, **options))
+    check(case)
+    assert len(calls) == split
+    assert case.key_len >= SPLIT_KEYS or not split
