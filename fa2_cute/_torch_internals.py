@@ -9,11 +9,30 @@ from torch.autograd import forward_ad
 
 def is_watched() -> bool:
     """Whether a dispatch mode (fake tensors, proxies), a transform (vmap, grad) or torch.jit sees each call."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )
+
+
+def is_unwatched() -> bool:
+    """Whether torch has no part in this call beside its tensors: none of the above, no autocast, no forward AD.
+
+    Every call waits for this, so it asks in the quickest way. torch.compile traces no further than the first question.
+    """
+    return not (
+        torch.compiler.is_dynamo_compiling()
+        or _dispatch_modes()
+        or _transform() is not None
+        or _jit_tracing() is not None
+        or _autocast()
+        or forward_ad._current_level >= 0
+    )
+
+
+_dispatch_modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_jit_tracing, _autocast = torch._C._get_tracing_state, torch._C._is_any_autocast_enabled
 
 
 def any_autocast_is_on() -> bool:
@@ -34,3 +53,11 @@ def below_autograd():
 # ``function``, which torch.compile must not trace. torch.compiler.disable does the same, but imports the compiler at
 # once, which takes a second.
 not_compiled = torch._disable_dynamo
+
+# ``(shape, stride, dtype)``: what torch.empty_strided gives on this kind of device (CUDA: the current one), without the
+# dispatcher, which takes twice as long again. Inductor's graphs allocate with these.
+EMPTY_STRIDED = {"cpu": torch._C._dynamo.guards._empty_strided_cpu, "cuda": torch._C._dynamo.guards._empty_strided_cuda}
+
+# Index of the current CUDA device, for callers who have seen a CUDA tensor; ``torch.cuda.current_device`` sees to it
+# first that CUDA is initialised. A build of torch without CUDA has only that.
+current_cuda_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)

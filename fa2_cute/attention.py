@@ -7,8 +7,9 @@ import numbers
 
 import torch
 
-from . import ops
-from .checks import causal_window_of
+from . import forward, ops
+from ._torch_internals import is_unwatched
+from .checks import WHOLE, causal_window_of
 
 
 def flash_attn_func(
@@ -18,7 +19,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: tuple[int | None, int | None] = WHOLE,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -62,9 +63,22 @@ def flash_attn_func(
     stride, device or number that is not taken) or NotImplementedError (an option that is not there yet, or inputs that
     require grad).
     """
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
-    out, lse = ops.attend(q, k, v, **options)
-    return _results(out, lse, return_attn_probs, return_softmax_lse)
+    refuse_dropout(dropout_p)
+    window, results = causal_window_of(causal, window_size), None
+    if alibi_slopes is learnable_sink is None and is_unwatched():  # as ops.attend asks, and soonest
+        results = forward.attend_again(q, k, v, softmax_scale, window, softcap)
+    if results is None:
+        results = ops.attend(
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sink=learnable_sink,
+        )
+    return _results(*results, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_kvpacked_func(
@@ -73,7 +87,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: tuple[int | None, int | None] = WHOLE,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -97,7 +111,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: tuple[int | None, int | None] = WHOLE,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -127,7 +141,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: tuple[int | None, int | None] = WHOLE,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -177,7 +191,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: tuple[int | None, int | None] = WHOLE,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -204,7 +218,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: tuple[int | None, int | None] = WHOLE,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,

@@ -9,7 +9,7 @@ new tokens.
 import torch
 
 from . import ops
-from ._torch_internals import below_autograd
+from ._torch_internals import below_autograd, is_unwatched
 from .append import prepare_append
 from .cache_call import CacheCall
 from .cache_checks import bytes_of
@@ -75,6 +75,23 @@ def append_and_attend(
     return torch.ops.fa2_cute.with_kvcache.default(q, k_cache, v_cache, k, v, **options)
 
 
+def attend_again(
+    rows: tuple, others: tuple, factors: tuple, window_size, options: tuple
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(out, lse) of ``flash_attn_with_kvcache``, if a call like this one has been recorded; else None.
+
+    rows, others, factors and options as ``_launch`` has them.
+    """
+    if not is_unwatched():
+        return None
+    if torch.is_grad_enabled():
+        for x in (*rows, *others, *factors):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return None
+    recording = _RECORDINGS.get(_key(rows, (*others, *factors), window_size, options))
+    return None if recording is None else recording.run(*_inputs(rows, others, factors))
+
+
 def append(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -133,7 +150,7 @@ def _launch(
     key = _key(rows, (*others, *factors), window_size, options)
     recording = None if key is None else _RECORDINGS.get(key)
     if recording is not None:
-        return recording.run(_inputs(rows, others, factors))
+        return recording.run(*_inputs(rows, others, factors))
     call = CacheCall.of(
         q,
         k_cache,
@@ -226,7 +243,7 @@ def _launch_append(
     key = _key(tensors, others, (), (rotary_interleaved,))
     recording = None if key is None else _RECORDINGS.get(key)
     if recording is not None:
-        recording.run(_append_inputs(tensors, others))
+        recording.run(*_append_inputs(tensors, others))
         return
     rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
     where = {"cache_batch_idx": cache_batch_idx, "block_table": block_table}
@@ -267,43 +284,45 @@ _RECORDINGS: dict[tuple, Recording] = {}
 def _key(rows: tuple, others: tuple, window, options: tuple) -> tuple | None:
     """All that the checks of a call look at, or None for a call that is checked each time.
 
-    rows: tensors whose start matters, or None. A number in the place of a tensor, a tensor of another device or class,
-    one that is a negated view, and options of unusual types are for the checks to say something about. (Whether a
-    tensor requires grad has been looked at before.)
+    rows: tensors whose start matters, or None. A number in the place of a tensor, a tensor of another class, a negated
+    view, and options of unusual types are for the checks to say something about. (Whether a tensor requires grad has
+    been looked at before.)
     """
     if type(rows[0]) not in TENSORS or not isinstance(others[0], torch.Tensor):
         return None
-    device, start, parts = rows[0].device, 0, []
+    parts, start = [], 0
     for x in (*rows, *others):
         if x is None:
             parts.append(None)
-            continue
-        if type(x) not in TENSORS or x.device != device or x.layout is not torch.strided or x.is_neg():
+        elif type(x) not in TENSORS or x.layout is not torch.strided or x.is_neg():
             return None
-        parts.append((x.dtype, x.shape, x.stride()))
+        else:
+            parts.append((x.device, x.dtype, x.shape, x.stride()))
     for x in rows:
         if x is not None:
             start |= x.data_ptr()
-    if start % VECTOR_BYTES:
-        return None
-    if type(window) is not tuple:
+    if start % VECTOR_BYTES or type(window) is not tuple:
         return None
     kinds = tuple(map(type, (*window, *options)))  # True is not 1 here, though they are equal
     if not PLAIN.issuperset(kinds):
         return None
-    return (device, tuple(parts), window, options, kinds)
+    return (*parts, window, options, kinds)
 
 
-def _inputs(rows: tuple, others: tuple, factors: tuple) -> tuple[torch.Tensor | None, ...]:
+def _inputs(rows: tuple, others: tuple, factors: tuple) -> list[torch.Tensor | None]:
     """What launches are recorded for: the tensors of a call as the kernels take them, where that takes no copy."""
-    q, k_cache, v_cache = rows[:3]
-    batch, heads, kv_heads = q.shape[0], q.shape[2], k_cache.shape[2]
+    q, k_cache, v_cache, *_ = rows
     slopes, sink, *descales = factors
-    slopes = slopes if slopes is None or slopes.dim() == 2 else slopes.expand(batch, heads)
-    descales = [x if x is None or x.dim() >= 2 else x.expand(batch, kv_heads) for x in descales]
-    # An append writes FP8 numbers, the attention reads bytes.
-    narrow = [bytes_of(x) if x.element_size() == 1 else None for x in (k_cache, v_cache)]
-    return tuple(map(_plain, (*rows, *others, slopes, sink, *descales, *narrow)))
+    if slopes is not None and slopes.dim() != 2:
+        slopes = slopes.expand(q.shape[0], q.shape[2])
+    narrow = (None, None)
+    if k_cache.element_size() == 1:
+        descales = [x if x is None or x.dim() >= 2 else x.expand(q.shape[0], k_cache.shape[2]) for x in descales]
+        narrow = bytes_of(k_cache), bytes_of(v_cache)  # an append writes FP8 numbers, the attention reads bytes
+    return [
+        x if x is None or (type(x) is torch.Tensor and not x.requires_grad) else x.detach()
+        for x in (*rows, *others, slopes, sink, *descales, *narrow)
+    ]
 
 
 def _append_inputs(tensors: tuple, others: tuple) -> tuple[torch.Tensor | None, ...]:

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from ._torch_internals import in_forward_ad
 from .problem import DTYPES, Problem
 
+WHOLE = (-1, -1)  # flash-attn's window_size over all keys, which its functions have by default
 LOG2_E = math.log2(math.e)  # the kernels' softmax is in base 2
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -70,8 +71,15 @@ def sides_of(window_size) -> tuple[int | None, int | None]:
     return left, right
 
 
+def _is_whole(window_size) -> bool:
+    """Whether it is ``WHOLE``, whose -1 is no -1.0."""
+    return type(window_size) is tuple and window_size == WHOLE and type(window_size[0]) is type(window_size[1]) is int
+
+
 def causal_window_of(causal, window_size) -> tuple[int | None, int | None]:
     """flash-attn's ``causal`` and ``window_size`` as (left, right), None where unbounded."""
+    if type(causal) is bool and (window_size is WHOLE or _is_whole(window_size)):  # the usual: the rest takes longer
+        return (None, 0) if causal else (None, None)
     if causal not in (True, False):
         raise TypeError(f"causal: got {causal!r}, takes True or False")
     left, right = sides_of(window_size)

@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import arch, jit, tiling
+from ._torch_internals import EMPTY_STRIDED, current_cuda_device
 from .arch import Architecture
 from .checks import (
     FLOAT32_MAX,
@@ -26,11 +28,14 @@ from .checks import (
 from .problem import DTYPES, MAX_EXTENT, Problem
 from .spec import CAUSAL, FULL, MAX_GRID_YZ, VECTOR_ELEMENTS, Features, ForwardSpec
 
+if TYPE_CHECKING:
+    from .launch import Recording
+
 TUNING = "FA2_CUTE_TUNING"  # names a file of tiles, see explore/tuning.py
 VECTOR_BYTES = 16  # what one cp.async moves
 MAX_ROW_STRIDE = 2**31 - VECTOR_ELEMENTS  # the kernel counts a row's bytes in 32 bits
-# From so many keys on, calls of at most so many queries, heads of a KV head counted, go to the kernels for KV caches
-# (kernels/decode.py): a tile of queries there is 64 rows, and below 1024 keys there is little to split.
+# From so many keys on, calls of at most so many queries, heads of a KV head counted, always go to the kernels for KV
+# caches (kernels/decode.py): a tile of queries there is 64 rows, and below 1024 keys there is little to split.
 SPLIT_KEYS, SPLIT_ROWS = 1024, 64
 MASK_DTYPES = {torch.bool: "bool", torch.float32: "float32", **DTYPES}
 
@@ -150,10 +155,10 @@ def attend(
     """
     key = None
     if alibi_slopes is sink is mask is cu_seqlens_q is cu_seqlens_k is None:
+        results = attend_again(q, k, v, softmax_scale, window, softcap)
+        if results is not None:
+            return results
         key = _plan_key(q, k, v, softmax_scale, window, softcap)
-        plan = _PLANS.get(key)
-        if plan is not None and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES:
-            return plan.run(q, k, v)
     problem, options, inputs = check(
         q,
         k,
@@ -168,11 +173,12 @@ def attend(
         cu_seqlens_k=cu_seqlens_k,
     )
     keep = key is not None and q.is_cuda and problem.batch <= MAX_GRID_YZ and all(map(_rows_aligned, (q, k, v)))
-    if _has_few_queries(problem) and _cache_kernels_take(inputs):
+    if _is_better_split(problem, options.window, q.device) and _cache_kernels_take(inputs):
         plan = SplitPlan(options.softmax_scale, options.window, options.softcap)
+        results = plan.run(*inputs, alibi_slopes=alibi_slopes, sink=sink)
         if keep:
-            _keep(key, plan)
-        return plan.run(*inputs, alibi_slopes=alibi_slopes, sink=sink)
+            _keep(key, plan.recorded(*inputs) or plan)
+        return results
     out, lse, call = _allocated(problem, options, inputs)
     if problem.key_len == 0 or problem.batch == 0:
         out.zero_()
@@ -184,19 +190,53 @@ def attend(
         kernel = jit.compiled(call.spec(architecture), architecture)
         launch(kernel, call)
         if keep:
-            _keep(key, Plan(kernel.function, q.device, tuple(out.shape), tuple(lse.shape), call.values()[5:]))
+            _keep(key, Plan(kernel.function, q.get_device(), metadata_of(out), metadata_of(lse), call.values()[5:]))
     return out, lse
 
 
-def _has_few_queries(problem: Problem) -> bool:
-    """Whether the queries of the heads that share a KV head fill no more than a tile, and there are keys to split.
+def attend_again(q, k, v, softmax_scale, window, softcap) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What ``attend`` gives, if a call like this one on CUDA tensors has been checked before; else None.
 
-    Then the kernels for KV caches are faster: they read K and V once for those heads, and split them over the GPU.
+    So it is for a tensor of a subclass, and for one that wants a gradient.
+    """
+    plan = _PLANS.get(_plan_key(q, k, v, softmax_scale, window, softcap))
+    if plan is None:
+        return None
+    try:
+        return plan.run(q, k, v)
+    except (TypeError, ValueError):
+        # The launcher looks at dtypes and at the alignment of starts anyway, and launches nothing if they are not what
+        # it was made for: asked again here, they would cost half a microsecond. The general way knows what to do.
+        return None
+
+
+def _is_better_split(problem: Problem, window: tuple[int | None, int | None], device: torch.device) -> bool:
+    """Whether a call is for the kernels for KV caches, which split the keys over the GPU.
+
+    So it is where the queries of the heads that share a KV head fill no more than a tile, and K and V are read once for
+    them; else where the forward kernel's tiles are too few for the device (splitting.py).
     """
     on = problem.features
     if on.varlen or on.mask or problem.key_len < SPLIT_KEYS or not problem.heads:
         return False
-    return 0 < problem.query_len * (problem.heads // problem.kv_heads) <= SPLIT_ROWS
+    rows = problem.query_len * (problem.heads // problem.kv_heads)
+    if rows <= SPLIT_ROWS:
+        return rows > 0
+    keys = _keys_of_the_middle_query(problem, window)
+    if keys < SPLIT_KEYS:
+        return False
+    from . import decode_checks, splitting
+
+    return splitting.splits_pay(problem, keys, architecture_of(device), decode_checks.sms(device))
+
+
+def _keys_of_the_middle_query(problem: Problem, window: tuple[int | None, int | None]) -> int:
+    """How many keys it sees: about the mean."""
+    left, right = window
+    at = problem.query_len // 2 + problem.key_len - problem.query_len
+    first = 0 if left is None else max(at - left, 0)
+    end = problem.key_len if right is None else min(at + right + 1, problem.key_len)
+    return max(end - first, 0)
 
 
 def _cache_kernels_take(inputs: tuple[torch.Tensor, ...]) -> bool:
@@ -237,31 +277,55 @@ class SplitPlan:
             sink=sink,
         )
 
+    def recorded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> "Recording | None":
+        """The launches of ``run`` on tensors like these and without options, to be repeated unchecked; None where that
+        cannot be (launch.py)."""
+        from .decode import prepare
+        from .launch import record
+
+        options = {"softmax_scale": self.softmax_scale, "window": self.window, "softcap": self.softcap}
+        plan = prepare(q, k, v, **options, every_slot=True)
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        return record(plan.launches(q, None, out, lse), (q, k, v), (out, lse), plan.choice.arch)
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a call of some shapes and strides needs once those have been checked. Holds no tensor."""
+    """What a call of some shapes and strides on a CUDA device needs once those have been checked. Holds no tensor.
+
+    device      its number
+    out, lse    (shape, stride, dtype)
+    rest        arguments of ``function`` after q, k, v, out and lse
+    """
 
     function: Callable
-    device: torch.device
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
+    device: int
+    out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    lse: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
     rest: tuple
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of tensors like those it was made for, at multiples of 16 bytes."""
-        out = torch.empty(self.out_shape, dtype=q.dtype, device=self.device)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        with on_device(self.device):
-            self.function(q, k, v, out, lse, *self.rest)
+        if self.device != current_cuda_device():
+            with torch.cuda.device(self.device):
+                return self.run(q, k, v)
+        empty = EMPTY_STRIDED["cuda"]
+        out, lse = empty(*self.out), empty(*self.lse)
+        self.function(q, k, v, out, lse, *self.rest)
         return out, lse
 
 
 MAX_PLANS = 4096  # a few MB; a program with more shapes than that checks some of them again
-_PLANS: dict[tuple, Plan | SplitPlan] = {}
+_PLANS: dict[tuple, "Plan | SplitPlan | Recording"] = {}
 
 
-def _keep(key: tuple, plan: Plan | SplitPlan):
+def metadata_of(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """(shape, stride, dtype): what an empty tensor like x is made from."""
+    return tuple(x.shape), x.stride(), x.dtype
+
+
+def _keep(key: tuple, plan: "Plan | SplitPlan | Recording"):
     if len(_PLANS) >= MAX_PLANS:
         _PLANS.clear()
     _PLANS[key] = plan
@@ -270,20 +334,24 @@ def _keep(key: tuple, plan: Plan | SplitPlan):
 def _plan_key(q, k, v, softmax_scale, window, softcap) -> tuple | None:
     """What the checks of a call without further tensors depend on, if it is one that a plan can be kept for.
 
-    A call waits for this: each attribute of a tensor costs it a tenth of a microsecond.
+    A call waits for this: each attribute of a tensor costs it a tenth of a microsecond. The dtypes of k and v, and
+    where tensors start, are the launcher's to refuse. Plans are kept for CUDA tensors only, so a device's number tells
+    it from all others.
     """
     if not (type(q) is type(k) is type(v) is torch.Tensor and type(softcap) is float and type(window) is tuple):
         return None
     if type(softmax_scale) is not float and softmax_scale is not None:
         return None  # True and 1.0 are one key, but not both are scales
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
     device = q.get_device()
-    if device < 0 or k.get_device() != device or v.get_device() != device or q.is_neg() or k.is_neg() or v.is_neg():
+    if k.get_device() != device or v.get_device() != device or q.is_neg() or k.is_neg() or v.is_neg():
         return None
     try:
         shapes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
     except RuntimeError:  # sparse tensors have no strides
         return None
-    return (device, q.dtype, k.dtype, v.dtype, shapes, softmax_scale, window, softcap)
+    return (device, q.dtype, *shapes, softmax_scale, window, softcap)
 
 
 def check(

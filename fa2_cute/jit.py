@@ -2,18 +2,13 @@
 
 import functools
 import logging
-import tempfile
 import threading
-import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-from . import store
+from . import compiling, loading, store
 from .arch import Architecture
-from .parameters import Parameter, ScalarParameter
-
-ENTRY_POINT = "fa2_cute_launch"  # the launcher's name in the object file
+from .parameters import Parameter
 
 # A person should never wait in silence; the level is one that Python shows where nobody has configured logging.
 _LOG = logging.getLogger("fa2_cute")
@@ -62,12 +57,7 @@ class Kernel:
     @functools.cached_property
     def function(self) -> Any:
         """``function(*arguments)``, those of ``spec.parameters()``, launches on torch's current CUDA stream."""
-        from cutlass.runtime import load_module
-
-        with tempfile.TemporaryDirectory(prefix="fa2_cute-") as folder:
-            path = Path(folder) / "kernel.o"
-            path.write_bytes(self.code.object_code)
-            return load_module(str(path), enable_tvm_ffi=True)[ENTRY_POINT]
+        return loading.load(self.code.launcher, compiling.ENTRY_POINT)
 
 
 def compiled(spec: Specification, arch: Architecture) -> Kernel:
@@ -116,52 +106,4 @@ def entry_name(spec: Specification, arch: Architecture) -> str:
 
 def _compile(spec: Specification, arch: Architecture) -> store.Code:
     _LOG.warning("fa2_cute: compiling %s for %s, some seconds", spec.title, arch.target)
-    import cutlass.cute as cute
-    from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
-    from cutlass.cute.runtime import make_fake_stream
-
-    arguments = [parameter and _stand_in(parameter) for parameter in spec.parameters()]
-    with tempfile.TemporaryDirectory(prefix="fa2_cute-") as folder, warnings.catch_warnings():
-        # Loops of 64 and more register operations are unrolled on purpose.
-        warnings.simplefilter("ignore", DSLOptimizationWarning)
-        function = cute.compile(
-            spec.build(),
-            *arguments,
-            make_fake_stream(use_tvm_ffi_env_stream=True),
-            options=f"--enable-tvm-ffi --gpu-arch {arch.target} --generate-line-info --keep-ptx --keep-cubin "
-            f"--dump-dir {folder}",
-        )
-        path = Path(folder) / "kernel.o"
-        function.export_to_c(str(path), ENTRY_POINT)
-        return store.Code(function.artifacts.PTX, function.artifacts.CUBIN, path.read_bytes())
-
-
-def _stand_in(parameter: Parameter) -> Any:
-    """What the compiler takes in the place of an argument that is not there yet."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    dtype = _dtype(parameter.dtype)
-    if isinstance(parameter, ScalarParameter):
-        return dtype(1)
-    extents = tuple(cute.sym_int32() if extent is None else extent for extent in parameter.shape)
-    strides = tuple(
-        cute.sym_int64(divisibility=parameter.divisor) if stride is None else stride for stride in parameter.stride
-    )
-    return make_fake_tensor(dtype, extents, strides, assumed_align=parameter.divisor * dtype.width // 8)
-
-
-def _dtype(name: str) -> Any:
-    """The compiler's type of that name."""
-    import cutlass
-
-    return {
-        "float16": cutlass.Float16,
-        "bfloat16": cutlass.BFloat16,
-        "float32": cutlass.Float32,
-        "int32": cutlass.Int32,
-        "int64": cutlass.Int64,
-        "uint8": cutlass.Uint8,
-        "float8_e4m3fn": cutlass.Float8E4M3FN,
-        "float8_e5m2": cutlass.Float8E5M2,
-    }[name]
+    return compiling.compile_code(spec, arch)

@@ -3,6 +3,7 @@
 import torch
 
 from . import cache_ops
+from .checks import WHOLE
 
 
 def flash_attn_with_kvcache(
@@ -19,7 +20,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: tuple[int | None, int | None] = WHOLE,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
@@ -77,7 +78,11 @@ def flash_attn_with_kvcache(
     shape, stride, device or number that is not taken; an append that the host can see does not fit) or
     NotImplementedError (an argument that requires grad while grad mode is on, or has a forward-mode tangent).
     """
-    out, lse = cache_ops.append_and_attend(
+    rows = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
+    others = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    factors = (alibi_slopes, learnable_sink, k_descale, v_descale)
+    options = (rotary_interleaved, softmax_scale, causal, softcap, num_splits)
+    out, lse = cache_ops.attend_again(rows, others, factors, window_size, options) or cache_ops.append_and_attend(
         q,
         k_cache,
         v_cache,

@@ -6,14 +6,15 @@ says depends on shapes, strides, dtypes and options alone, and a decode loop rep
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
 
 import torch
 
 from . import jit
+from ._torch_internals import EMPTY_STRIDED, current_cuda_device
 from .arch import Architecture
 from .cache_spec import VECTOR_BYTES
-from .forward import on_device, outside_dynamo
+from .forward import metadata_of, on_device, outside_dynamo
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,37 +48,41 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A launch without its tensors: values with None in their places, which are (position, number in the pool)."""
+    """A launch: ``function(*values(pool))``, where ``values`` picks from a recording's pool."""
 
     function: Callable
-    values: tuple[Any, ...]
-    places: tuple[tuple[int, int], ...]
+    values: Callable[[list], tuple]
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
     """The launches of a call for tensors like those of the call that was recorded. Holds no tensor.
 
-    fresh       shapes and dtypes of what a call allocates; they follow the inputs in the pool
+    The pool that launches pick their values from is the inputs, then what the call allocates, then the constants.
+
+    fresh       shapes, strides and dtypes of what a call allocates
     results     which of them the call returns
+    constants   values that are no tensors
     """
 
     device: torch.device
     steps: tuple[Step, ...]
-    fresh: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    fresh: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     results: tuple[int, ...]
+    constants: tuple[float | int | None, ...]
 
-    def run(self, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    def run(self, *inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Launch on ``inputs``, in the order of those that were recorded."""
-        fresh = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.fresh]
-        pool = [*inputs, *fresh]
-        with on_device(self.device):
-            for step in self.steps:
-                values = list(step.values)
-                for position, number in step.places:
-                    values[position] = pool[number]
-                step.function(*values)
-        return tuple(fresh[number] for number in self.results)
+        kind = self.device.type
+        if kind == "cuda" and self.device.index != current_cuda_device():
+            with torch.cuda.device(self.device):
+                return self.run(*inputs)
+        empty = EMPTY_STRIDED[kind]
+        fresh = [empty(*like) for like in self.fresh]
+        pool = [*inputs, *fresh, *self.constants]
+        for step in self.steps:
+            step.function(*step.values(pool))
+        return tuple([fresh[number] for number in self.results])
 
 
 def record(
@@ -92,11 +97,12 @@ def record(
     where it was copied or converted, or two inputs are one tensor, a later call could not be told what to do.
     """
     fresh: list[torch.Tensor] = []
-    steps = []
+    chosen = []  # of each launch, what its values are: ("tensor", number among inputs and fresh) or ("constant", value)
     for launch in launches:
         places = []
-        for position, (parameter, value) in enumerate(zip(launch.spec.parameters(), launch.values, strict=True)):
+        for parameter, value in zip(launch.spec.parameters(), launch.values, strict=True):
             if not isinstance(value, torch.Tensor):
+                places.append(("constant", value))
                 continue
             matches = [i for i, x in enumerate([*inputs, *fresh]) if x is not None and _stands_for(value, x)]
             if not matches and parameter.written:
@@ -104,15 +110,21 @@ def record(
                 fresh.append(value)
             if len(matches) != 1:
                 return None
-            places.append((position, matches[0]))
-        values = tuple(None if isinstance(value, torch.Tensor) else value for value in launch.values)
-        function = Launch(launch.spec, launch.grid, launch.steps, launch.values).function(architecture)
-        steps.append(Step(function, values, tuple(places)))
+            places.append(("tensor", matches[0]))
+        chosen.append(places)
     shown = [[i for i, x in enumerate(fresh) if _stands_for(result, x)] for result in results]
     if any(len(found) != 1 for found in shown):
         return None
-    made = tuple((tuple(x.shape), x.dtype) for x in fresh)
-    return Recording(launches[0].device, tuple(steps), made, tuple(found[0] for found in shown))
+    constants, steps, first = [], [], len(inputs) + len(fresh)
+    for launch, places in zip(launches, chosen, strict=True):
+        numbers = []
+        for kind, what in places:
+            numbers.append(what if kind == "tensor" else first + len(constants))
+            if kind == "constant":
+                constants.append(what)
+        steps.append(Step(launch.function(architecture), itemgetter(*numbers)))
+    made = tuple(map(metadata_of, fresh))
+    return Recording(launches[0].device, tuple(steps), made, tuple(found[0] for found in shown), tuple(constants))
 
 
 def _stands_for(value: torch.Tensor, x: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ needs ``import fa2_cute.ops`` before it is loaded.
 import torch
 
 from . import forward
-from ._torch_internals import any_autocast_is_on, below_autograd, is_watched, not_compiled
+from ._torch_internals import any_autocast_is_on, below_autograd, is_unwatched, is_watched, not_compiled
 from .checks import refuse_gradients, sequences_of
 
 _NAMES = ("q", "k", "v", "alibi_slopes", "learnable_sink", "attn_mask")  # what a gradient could flow into
@@ -54,6 +54,11 @@ def attend(
     Raises NotImplementedError, besides what ``forward.attend`` raises, where a gradient would be lost: an input that
     requires grad while grad mode is on, or one with a forward-mode tangent.
     """
+    fast = alibi_slopes is sink is mask is cu_seqlens_q is cu_seqlens_k is block_table is None
+    if fast and is_unwatched():
+        results = forward.attend_again(q, k, v, softmax_scale, window, softcap)
+        if results is not None:
+            return results
     if _autocast_is_on(q):
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
         if isinstance(mask, torch.Tensor) and mask.dtype in (torch.float16, torch.bfloat16):

@@ -46,6 +46,10 @@ def scaled_dot_product_attention(
     refuse_dropout(dropout_p)
     if is_causal not in (True, False):
         raise TypeError(f"is_causal: got {is_causal!r}, takes True or False")
+    if attn_mask is None and _fit(query, key, value, enable_gqa):  # the usual, and quick
+        window = (None, query.shape[2] - key.shape[2] if is_causal else None)
+        rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return ops.attend_named(_NAMES, *rows, softmax_scale=scale, window=window)[0].transpose(1, 2)
     q, k, v = _broadcast(query, key, value, enable_gqa)
     *leading, _, query_len, _ = q.shape
     key_len = k.shape[-2]
@@ -100,6 +104,17 @@ _ROUTES = {
 }
 
 
+def _fit(query, key, value, enable_gqa: bool) -> bool:
+    """Whether these are tensors of four dimensions in which nothing is broadcast, with contiguous rows."""
+    for x in (query, key, value):
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.dim() != 4 or x.stride(3) != 1:
+            return False
+    (batch, heads, _, head_dim), (of_key, kv_heads, key_len, of_row), of_value = query.shape, key.shape, value.shape
+    if batch != of_key or head_dim != of_row or (heads != kv_heads and not enable_gqa):
+        return False
+    return of_value[0] == of_key and of_value[1] == kv_heads and of_value[2] == key_len
+
+
 def _broadcast(query, key, value, enable_gqa: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value with four dimensions or more that fit each other, expanded where they broadcast."""
     named = (("query", query), ("key", key), ("value", value))
@@ -114,10 +129,6 @@ def _broadcast(query, key, value, enable_gqa: bool) -> tuple[torch.Tensor, torch
         raise ValueError(f"key: got head_dim {key.shape[-1]}, takes query's {query.shape[-1]}")
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value: got length {value.shape[-2]}, takes key's {key.shape[-2]}")
-    if query.dim() == key.dim() == value.dim() == 4:  # the common case: nothing to broadcast
-        (batch, heads, *_), (of_key, kv_heads, *_) = query.shape, key.shape
-        if batch == of_key and key.shape[:2] == value.shape[:2] and (heads == kv_heads or enable_gqa):
-            return query, key, value
     rank = max(4, *(x.dim() for _, x in named))
     return _expand(*_heads(*(_with_rank(x, rank) for _, x in named), enable_gqa))
 

@@ -23,7 +23,7 @@ import platformdirs
 # kernels and microcode.
 INSTRUCTION_SETS = ("sse", "ssse", "avx", "fma", "bmi", "abm", "popcnt", "movbe", "f16c", "adx", "asimd", "sve")
 COMPILER_PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
-MANIFEST, PTX, CUBIN, OBJECT = "manifest.json", "kernel.ptx", "kernel.cubin", "kernel.o"
+MANIFEST, PTX, CUBIN, LAUNCHER = "manifest.json", "kernel.ptx", "kernel.cubin", "launcher.elf"
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Code:
 
     ptx             the device code as text, which the emulator runs
     cubin           the device code as the GPU's binary
-    object_code     an object file with the launcher and the cubin, which a process loads to call the kernel
+    launcher        a shared library, or an object file, with host code and the cubin: what a process calls (loading.py)
     """
 
     ptx: str
     cubin: bytes
-    object_code: bytes
+    launcher: bytes
 
     def files(self) -> dict[str, bytes]:
         """The files of an entry."""
-        return {PTX: self.ptx.encode(), CUBIN: self.cubin, OBJECT: self.object_code}
+        return {PTX: self.ptx.encode(), CUBIN: self.cubin, LAUNCHER: self.launcher}
 
     def manifest(self) -> dict[str, str]:
         """The hash of each file."""
@@ -60,7 +60,7 @@ class Store:
         try:
             manifest = json.loads((entry / MANIFEST).read_text())
             code = Code(
-                (entry / PTX).read_bytes().decode(), (entry / CUBIN).read_bytes(), (entry / OBJECT).read_bytes()
+                (entry / PTX).read_bytes().decode(), (entry / CUBIN).read_bytes(), (entry / LAUNCHER).read_bytes()
             )
         except (OSError, ValueError, RecursionError):  # the last: JSON nested too deeply
             return None
@@ -109,7 +109,7 @@ def _surroundings() -> str:
 
 
 def _processor() -> str:
-    """The instruction sets of this host: the launchers in the object files are compiled for them."""
+    """The instruction sets of this host: the launchers are compiled for them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -121,5 +121,5 @@ def _processor() -> str:
 def described_by() -> list[Path]:
     """The package's files that shape compiled code: device code, specifications and what both take from elsewhere."""
     package = Path(__file__).parent
-    others = [package / name for name in ("arch.py", "descale.py", "jit.py", "parameters.py")]
+    others = [package / name for name in ("arch.py", "compiling.py", "descale.py", "parameters.py")]
     return sorted([*(package / "kernels").glob("*.py"), *package.glob("*spec.py"), *others])

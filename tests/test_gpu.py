@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from fa2_cute import arch, demo, flash_attn_func, jit, reference, resources, tiling
+from fa2_cute import arch, demo, flash_attn_func, forward, jit, reference, resources, tiling
 from fa2_cute.fuzz import Case, check
 from fa2_cute.fuzz.bounds import FP32
 from fa2_cute.fuzz.judging import check_tensors
@@ -68,20 +68,41 @@ def test_every_layout(layout):
     check(Case("bfloat16", 2, 133, 165, 4, 2, 128, causal=True, layouts=(layout, layout, layout)), "cuda")
 
 
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_known_call_looks_at_new_tensors(position):
+    """What its launcher refuses is copied, or refused in this package's words."""
+    tensors = Case("bfloat16", 1, 40, 50, 4, 2, 64).tensors("cuda")
+    expected = flash_attn_func(*tensors, causal=True)
+    assert torch.equal(flash_attn_func(*tensors, causal=True), expected)
+
+    def call_with(x):
+        return flash_attn_func(*tensors[:position], x, *tensors[position + 1 :], causal=True)
+
+    x = tensors[position]
+    unaligned = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
+    assert torch.equal(call_with(unaligned), expected)
+    assert torch.equal(call_with(torch._neg_view(-x)), expected)
+    name = "qkv"[position]
+    with pytest.raises(TypeError, match=r"^[kv]: got dtype" if name == "q" else f"^{name}: got dtype torch.float16"):
+        call_with(x.half())
+    with pytest.raises(ValueError, match=r"^[kv]: got device" if name == "q" else f"^{name}: got device cpu"):
+        call_with(x.cpu())
+
+
 def test_writes_every_output_and_nothing_else(monkeypatch):
     """Outputs come from memory full of NaN between guards that stay as they are."""
     guard = 4096
     made = []
 
-    def poisoned(shape, *, dtype, device):
-        flat = torch.full((math.prod(shape) + 2 * guard,), math.nan, dtype=dtype, device=device)
+    def poisoned(shape, stride, dtype):
+        flat = torch.full((math.prod(shape) + 2 * guard,), math.nan, dtype=dtype, device="cuda")
         made.append(flat)
         return flat[guard : flat.numel() - guard].view(shape)
 
     q, k, v = Case("bfloat16", 2, 333, 217, 6, 2, 128).tensors("cuda")
-    flash_attn_func(q, k, v, causal=True)  # compile
+    flash_attn_func(q, k, v, causal=True)  # compile, and plan
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
+        patch.setitem(forward.EMPTY_STRIDED, "cuda", poisoned)
         out, lse = flash_attn_func(q, k, v, causal=True, return_softmax_lse=True)
     assert len(made) == 2  # the output, the logsumexp, and nothing else
     assert not out.isnan().any()

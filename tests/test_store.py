@@ -17,7 +17,7 @@ from fa2_cute import arch, jit, store, tiling
 from fa2_cute.spec import CAUSAL, FULL
 
 SPEC = tiling.shipped(arch.TARGET)[0]
-CODE = store.Code(ptx="// text", cubin=b"\x7fELF cubin", object_code=bytes(range(256)))
+CODE = store.Code(ptx="// text", cubin=b"\x7fELF cubin", launcher=bytes(range(256)))
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def folder(tmp_path):
 
 
 @given(st.text(st.characters(codec="utf-8")), st.binary(), st.binary())
-def test_what_was_saved_is_loaded(tmp_path_factory, ptx, cubin, object_code):
+def test_what_was_saved_is_loaded(tmp_path_factory, ptx, cubin, launcher):
     where = store.Store(tmp_path_factory.mktemp("cache"))
-    code = store.Code(ptx, cubin, object_code)
+    code = store.Code(ptx, cubin, launcher)
     where.save("entry", code)
     assert where.load("entry") == code
 
@@ -37,7 +37,7 @@ def test_an_unknown_entry_is_none(folder):
     assert folder.load("entry") is None
 
 
-@pytest.mark.parametrize("file", ["kernel.ptx", "kernel.cubin", "kernel.o"])
+@pytest.mark.parametrize("file", ["kernel.ptx", "kernel.cubin", "launcher.elf"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
 def test_a_damaged_file_is_not_trusted(folder, file, damage):
     folder.save("entry", CODE)
@@ -125,6 +125,68 @@ def test_it_is_compiled_once_and_then_found(folder, monkeypatch):
     assert len(calls) == 1
 
 
+# A process that says when it compiles, and takes its time about it.
+SLOW = """
+import sys, time
+from pathlib import Path
+from fa2_cute import arch, jit, store, tiling
+
+def compile_(spec, architecture):
+    print("compiling", flush=True)
+    time.sleep(float(sys.argv[2]))
+    return store.Code("// text", b"cubin", b"launcher")
+
+jit._compile = compile_
+code = jit.obtain(tiling.shipped(arch.TARGET)[0], arch.TARGET, store.Store(Path(sys.argv[1])))
+print("got", code.ptx, flush=True)
+"""
+
+
+def slow(folder, seconds) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", SLOW, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_that_start_together_compile_it_once(tmp_path):
+    outputs = [process.communicate(timeout=60)[0] for process in [slow(tmp_path, 1.0) for _ in range(3)]]
+    assert "".join(outputs).count("compiling") == 1
+    assert all("got // text" in output for output in outputs)
+
+
+def test_a_process_that_is_killed_while_it_compiles_keeps_nobody(tmp_path):
+    killed = slow(tmp_path, 600)
+    assert killed.stdout.readline() == "compiling\n"
+    killed.kill()
+    killed.wait(timeout=60)
+    assert slow(tmp_path, 0).communicate(timeout=60)[0] == "compiling\ngot // text\n"
+
+
+def test_a_save_that_fails_leaves_nothing(folder, monkeypatch):
+    """As on a full disk; and what was there before stays."""
+    write = Path.write_bytes
+
+    def full(path, content):
+        if path.name == store.LAUNCHER:
+            raise OSError("no space left")
+        write(path, content)
+
+    folder.save("entry", CODE)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="no space"):
+        folder.save("entry", dataclasses.replace(CODE, ptx="// other"))
+    assert folder.load("entry") == CODE
+    assert [path.name for path in folder.folder.iterdir()] == ["entry"]
+
+
+def test_a_damaged_entry_is_compiled_again(folder, monkeypatch):
+    name = jit.entry_name(SPEC, arch.TARGET)
+    folder.save(name, CODE)
+    (folder.folder / name / store.CUBIN).write_bytes(b"damage")
+    made = dataclasses.replace(CODE, ptx="// made again")
+    monkeypatch.setattr(jit, "_compile", lambda spec, architecture: made)
+    assert jit.obtain(SPEC, arch.TARGET, folder) == made
+    assert folder.load(name) == made
+
+
 def test_a_new_process_compiles_nothing(tmp_path):
     """The second process finds what the first has compiled, says nothing and does not even load the compiler."""
     program = (
@@ -159,7 +221,7 @@ def test_the_launcher_loads_from_the_object_code():
 
 def test_device_code_imports_nothing_that_its_name_does_not_depend_on():
     known = {path.stem for path in store.described_by()}
-    assert {"spec", "decode_spec", "append_spec", "jit", "parameters"} <= known
+    assert {"spec", "decode_spec", "append_spec", "compiling", "parameters"} <= known
     for path in store.described_by():
         if path.parent.name == "kernels" or path.stem.endswith("spec"):
             imported = re.findall(r"^\s*from \.{1,2}(\w+) import", path.read_text(), re.MULTILINE)

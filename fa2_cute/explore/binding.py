@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import arch as architectures
 from .. import emulation, jit, store, tiling
 from ..arch import Architecture
 from ..spec import CAUSAL, FULL, MAX_HEAD_DIM, VECTOR_ELEMENTS, ForwardSpec
@@ -49,6 +50,16 @@ def compiled(point: Point, workload: Workload, arch: Architecture) -> jit.Kernel
     """The kernel, from the disk cache or compiled now; not kept in memory: a search makes many."""
     spec = spec_of(point, workload, arch)
     return jit.Kernel(spec, arch, jit.obtain(spec, arch, store.default()))
+
+
+def compiled_with_lines(point: Point, workload: Workload, arch: Architecture) -> jit.Kernel:
+    """The same instructions, with the kernel's source lines beside them."""
+    if arch == architectures.TARGET:  # always has them
+        return compiled(point, workload, arch)
+    from ..compiling import compile_code
+
+    spec = spec_of(point, workload, arch)
+    return jit.Kernel(spec, arch, compile_code(spec, arch, source_lines=True))
 
 
 def values(workload: Workload, q, k, v, out, lse) -> tuple:

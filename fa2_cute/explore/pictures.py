@@ -180,7 +180,7 @@ def _bank_load(ax, access: Access):
 def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
     """(first line, last line, name) of the functions of a file of the kernel."""
     path = Path(__file__).parent.parent / "kernels" / file
-    if not path.exists():
+    if not path.is_file():
         return ()
     nodes = ast.walk(ast.parse(path.read_text()))
     return tuple((n.lineno, n.end_lineno, n.name) for n in nodes if isinstance(n, ast.FunctionDef))

@@ -148,7 +148,7 @@ def _parts(good: list[Record]) -> str:
 def _pipelines(found: Found):
     shipped = next((r for r in found.records if r.point == found.shipped and r.refusal is None), None)
     for record in dict.fromkeys((found.best.point, *([shipped.point] if shipped else []))):
-        kernel = binding.compiled(record, found.workload, found.arch)
+        kernel = binding.compiled_with_lines(record, found.workload, found.arch)
         step, _ = records.loops(kernel)
         blocks = usage(kernel).blocks_per_sm
         outcome = simulate.run(

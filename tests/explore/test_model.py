@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa2_cute import arch, resources
-from fa2_cute.explore import binding, model, rates, records, validate
+from fa2_cute.explore import binding, model, pictures, rates, records, simulate, validate
 from fa2_cute.explore.model import CompiledFacts, Step
 from fa2_cute.explore.space import Point, Workload
 
@@ -148,3 +148,13 @@ def test_the_record_follows_the_usage_of_the_kernel(kernel, workload, point):
     assert record.counts["conflicts"] == 0
     assert record.prediction.milliseconds > 0
     assert records.Record.from_dict(record.as_dict()) == record
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_120"])
+def test_the_pictures_know_both_products_of_any_architecture(point, workload, target):
+    """Code is compiled without source lines where the emulator does not run it; the pictures need them."""
+    architecture = arch.by_name(target)
+    step, _ = records.loops(binding.compiled_with_lines(point, workload, architecture))
+    outcome = simulate.run(step, rates.of(architecture), warps=4, blocks=1, iterations=4, keep_events=True)
+    parts = {pictures.phase_of(event) for event in outcome.events}
+    assert {"Q K^T", "P V", "softmax", "ldmatrix", "cp.async"} <= parts

@@ -1,0 +1,291 @@
+"""Calls that cost little: which go straight to a kept plan, which must not, and what that costs beside torch's own.
+
+Plans are kept for CUDA tensors; here one is put in its place for CPU tensors, with a function that notes its arguments
+and refuses what a launcher refuses.
+"""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.nn.functional import scaled_dot_product_attention
+
+from fa2_cute import arch, checks, flash_attn_func, flash_attn_varlen_func, forward, jit, tiling
+
+SHAPE, OTHER = (2, 16, 4, 64), (2, 16, 2, 64)
+
+
+def normal(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def qkv():
+    return normal(SHAPE), normal(OTHER, 1), normal(OTHER, 2)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The arguments of what has been launched by plans: a full and a causal one for tensors like ``qkv()``."""
+    calls, (q, k, v) = [], qkv()
+
+    def launcher(*arguments):
+        for x in arguments[:4]:
+            if x.data_ptr() % 16 or x.dtype != torch.bfloat16:
+                raise ValueError("Mismatched Tensor")
+        calls.append(arguments)
+
+    monkeypatch.setattr(forward, "_PLANS", {})
+    monkeypatch.setattr(forward, "current_cuda_device", lambda: -1)  # of CPU tensors
+    monkeypatch.setitem(forward.EMPTY_STRIDED, "cuda", forward.EMPTY_STRIDED["cpu"])
+    lse = forward.metadata_of(torch.empty(2, 4, 16))
+    for window in ((None, None), (None, 0)):
+        plan = forward.Plan(launcher, -1, forward.metadata_of(q), lse, (0.18, 2, window))
+        forward._PLANS[forward._plan_key(q, k, v, None, window, 0.0)] = plan
+    return calls
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The calls that are checked, which end there."""
+    calls = []
+
+    class Checked(Exception):
+        pass
+
+    def check(*tensors, **options):
+        calls.append(tensors)
+        raise Checked
+
+    monkeypatch.setattr(forward, "check", check)
+    return Checked
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_call_like_one_before_is_launched_on_its_own_tensors(launched, checked, mode, causal):
+    q, k, v = qkv()
+    with mode():
+        out, lse = flash_attn_func(q, k, v, causal=causal, return_softmax_lse=True)
+    ((*tensors, scale, group, window),) = launched
+    assert all(a is b for a, b in zip(tensors, (q, k, v, out, lse), strict=True))
+    assert (scale, group, window) == (0.18, 2, (None, 0 if causal else None))
+    assert (out.shape, out.dtype, out.is_contiguous()) == (SHAPE, torch.bfloat16, True)
+    assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((2, 4, 16), torch.float32, True)
+    assert out.is_inference() == lse.is_inference() == (mode is torch.inference_mode)
+    assert not out.requires_grad
+
+
+def test_window_size_by_hand_is_the_same_call(launched, checked):
+    flash_attn_func(*qkv(), window_size=(-1, -1))
+    flash_attn_func(*qkv(), window_size=[None, None])
+    flash_attn_func(*qkv(), causal=1, window_size=(None, 7))
+    assert [x[-1] for x in launched] == [(None, None), (None, None), (None, 0)]
+
+
+def test_the_launcher_refuses_what_a_plan_leaves_to_it():
+    """Starts and dtypes: the same code looks at every tensor; here at q only, for no CPU tensor gets further."""
+    q, k, v = (normal((1, 8, 2, 64), seed) for seed in range(3))
+    spec = tiling.choose("bfloat16", 64, 64, tiling.FULL, arch.TARGET)
+    function = jit.compiled(spec, arch.TARGET).function
+    rest = (torch.empty_like(q), torch.empty(1, 2, 8), 0.1, 1, *(None,) * 9)
+    with pytest.raises(ValueError, match=r"Misaligned Tensor data on argument #0(.|\n)*alignment=16 bytes"):
+        function(unaligned(q), k, v, *rest)
+    with pytest.raises(ValueError, match=r"Mismatched Tensor on argument #0(.|\n)*device_type=cuda"):
+        function(q, k, v, *rest)
+
+
+def unaligned(x):
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+
+
+CHANGES = {
+    "length": lambda q, k, v: (q[:, 1:], k, v),
+    "batch": lambda q, k, v: (q[:1], k[:1], v[:1]),
+    "dtype": lambda q, k, v: (q.half(), k.half(), v.half()),
+    "one dtype": lambda q, k, v: (q, k, v.half()),
+    "strides": lambda q, k, v: (q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+    "strides of k": lambda q, k, v: (q, torch.cat((k, k), -1)[..., :64], v),
+    "value_dim": lambda q, k, v: (q, k, v[..., :32]),
+    "negated q": lambda q, k, v: (torch._neg_view(q), k, v),
+    "negated k": lambda q, k, v: (q, torch._neg_view(k), v),
+    "negated v": lambda q, k, v: (q, k, torch._neg_view(v)),
+    "start of q": lambda q, k, v: (unaligned(q), k, v),
+    "start of k": lambda q, k, v: (q, unaligned(k), v),
+    "start of v": lambda q, k, v: (q, k, unaligned(v)),
+    "sparse": lambda q, k, v: (q.to_sparse(), k, v),
+    "no tensor": lambda q, k, v: (q, k, [v]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_tensors_unlike_them_are_checked(launched, checked, change):
+    with pytest.raises(checked):
+        flash_attn_func(*CHANGES[change](*qkv()))
+    assert launched == []
+
+
+OPTIONS = [
+    {"softmax_scale": 0.5},
+    {"softmax_scale": True},
+    {"softcap": 1.0},
+    {"softcap": 0},
+    {"causal": True, "window_size": (3, -1)},
+    {"alibi_slopes": torch.zeros(4)},
+    {"learnable_sink": torch.zeros(4)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_unlike_theirs_are_checked(launched, checked, options):
+    with pytest.raises(checked):
+        flash_attn_func(*qkv(), **options)
+    assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"causal": 2}, TypeError),
+        ({"window_size": (-1.0, -1.0)}, TypeError),
+        ({"window_size": (-2, -1)}, ValueError),
+        ({"dropout_p": 0.1}, NotImplementedError),
+        ({"dropout_p": False}, TypeError),
+    ],
+    ids=str,
+)
+def test_what_is_refused_stays_refused(launched, options, error):
+    flash_attn_func(*qkv())
+    with pytest.raises(error):
+        flash_attn_func(*qkv(), **options)
+    assert len(launched) == 1
+
+
+def test_packed_sequences_are_checked(launched, checked):
+    lengths = torch.tensor([0, 16, 32], dtype=torch.int32)
+    with pytest.raises(checked):
+        flash_attn_varlen_func(*(x.flatten(0, 1) for x in qkv()), lengths, lengths, 16, 16)
+
+
+@pytest.mark.filterwarnings("ignore::fa2_cute.emulation.EmulationNotice")
+@pytest.mark.parametrize("query_len", [1, 20])
+def test_a_split_call_is_repeated_on_other_tensors(query_len):
+    """Few queries on many keys: two kernels, in the emulator."""
+
+    def tensors(seed):
+        return (
+            normal((1, query_len, 4, 64), seed),
+            normal((1, 1100, 2, 64), seed + 1),
+            normal((1, 1100, 2, 64), seed + 2),
+        )
+
+    recording = forward.SplitPlan(64**-0.5, (None, 0), 0.0).recorded(*tensors(0))
+    for seed in (0, 7):
+        expected = flash_attn_func(*tensors(seed), causal=True, return_softmax_lse=True)
+        got = recording.run(*tensors(seed))
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, expected, strict=True))
+
+
+def test_a_split_call_that_cannot_be_told_apart_is_not_recorded():
+    """Keys as values: which of the two a place was for, the next call's may differ."""
+    q, k = normal((1, 1, 4, 64)), normal((1, 1100, 2, 64))
+    assert forward.SplitPlan(0.1, (None, 0), 0.0).recorded(q, k, k) is None
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def under(context):
+    def call(q, k, v):
+        with context():
+            return flash_attn_func(q, k, v)
+
+    return call
+
+
+def fake(q, k, v):
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return flash_attn_func(*map(mode.from_tensor, (q, k, v)))
+
+
+WATCHED = {
+    "compiled": lambda *x: torch.compile(flash_attn_func, fullgraph=True, backend="eager")(*x),
+    "traced by jit": lambda *x: torch.jit.trace(flash_attn_func, x, check_trace=False),
+    "fake": fake,
+    "a subclass": lambda q, k, v: flash_attn_func(q, k.as_subclass(Subclass), v),
+    "mapped": lambda *x: torch.vmap(lambda *y: flash_attn_func(*y))(*(torch.stack((y, y)) for y in x)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", WATCHED)
+def test_a_watched_call_goes_through_the_operator(launched, monkeypatch, how):
+    """It is the operator that then launches, or its fake implementation that makes a shape."""
+    through = []
+
+    def attend(q, k, v, **options):
+        through.append(q)
+        return q + 0, q.new_zeros(2, 4, 16)
+
+    monkeypatch.setattr(forward, "attend", attend)
+    WATCHED[how](*qkv())
+    assert launched == []
+    assert bool(through) == (how != "fake")
+    flash_attn_func(*qkv())
+    assert len(launched) == 1
+    torch._dynamo.reset()
+
+
+def test_autocast_casts_before_it_is_looked_for(launched, checked):
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.float16), pytest.raises(checked):
+        flash_attn_func(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        flash_attn_func(q.float(), k.float(), v.float())
+    assert [x[0].dtype for x in launched] == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_gradients_are_refused_for_a_known_call(launched, position):
+    inputs = list(qkv())
+    flash_attn_func(*inputs)
+    inputs[position].requires_grad_()
+    with pytest.raises(NotImplementedError, match="requires grad"):
+        flash_attn_func(*inputs)
+    with torch.no_grad():
+        flash_attn_func(*inputs)
+    inputs[position].requires_grad_(False)
+    with forward_ad.dual_level():
+        inputs[position] = forward_ad.make_dual(inputs[position], inputs[position])
+        with pytest.raises(NotImplementedError, match="tangent"):
+            flash_attn_func(*inputs)
+    assert len(launched) == 2
+
+
+def test_the_default_window_is_the_one_that_is_known():
+    """By identity, which is quick: a default that is another tuple would still be right, and slow."""
+    assert flash_attn_func.__defaults__[3] is checks.WHOLE
+
+
+def best(call, repeats=7, calls=400):
+    """Seconds of the quickest repeat."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_a_known_call_costs_the_host_no_more_than_a_few_of_torchs_own(launched):
+    """1.4 of torch's own attention on next to nothing, as measured; through the operator it would be 5."""
+    for key, plan in forward._PLANS.items():
+        forward._PLANS[key] = dataclasses.replace(plan, function=lambda *x: None)
+    tiny = torch.zeros(1, 1, 1, 8)
+    with torch.inference_mode():
+        q, k, v = qkv()
+        ours = best(lambda: flash_attn_func(q, k, v))
+        assert ours < 3 * best(lambda: scaled_dot_product_attention(tiny, tiny, tiny))

@@ -1,0 +1,165 @@
+"""Kernels made ahead: what ``fa2-cute compile`` makes from its options, and that a process needs no more than that."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fa2_cute import arch, cli, flash_attn_func, flash_attn_with_kvcache, jit, shipping, store, tiling
+from fa2_cute.shipping import Wanted, features_of, widths_of
+from fa2_cute.spec import CAUSAL, FULL, Features
+
+PROGRAM = """
+import sys
+for compiler in ("cutlass", "nvidia_cutlass_dsl"):
+    sys.modules[compiler] = None  # an import of it fails
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from fa2_cute import flash_attn_func, reference
+q, k, v = (torch.randn(1, length, heads, 24).bfloat16() for length, heads in ((9, 4), (50, 2), (50, 2)))
+out = flash_attn_func(q, k, v, causal=True)
+print(reference.error(out, reference.attention(q, k, v, causal=True)[0]).max < 0.01)
+"""
+
+
+def run(folder) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "FA2_CUTE_CACHE": str(folder)}
+    return subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+
+
+def test_a_process_that_cannot_compile_works_from_a_shipped_folder(tmp_path, capsys):
+    options = ["--head-dim", "24", "--dtype", "bfloat16", "--dtype", "float16", "--features", "causal", "--jobs", "2"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compile", "--into", str(tmp_path / "shipped"), *options])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    kernels = Wanted(widths=((24, 24),), features=(CAUSAL,)).specifications(arch.TARGET)
+    assert len(kernels) == 2
+    assert all(spec.title in printed for spec in kernels)
+    assert "2 kernels in" in printed
+    result = run(tmp_path / "shipped")
+    assert (result.stdout, result.stderr) == ("True\n", "")
+    nothing = run(tmp_path / "empty")  # such a process needs the folder
+    assert nothing.returncode != 0
+    assert "cutlass" in nothing.stderr
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.filterwarnings("ignore::fa2_cute.emulation.EmulationNotice")
+def test_calls_over_caches_ask_for_no_other_kernels(monkeypatch, cache_dtype):
+    """Dense with few and more queries on many keys; pages, appended to and attended to in one part and in two."""
+    asked = set()
+    compiled = jit.compiled
+
+    def noted(spec, architecture):
+        asked.add(spec)
+        return compiled(spec, architecture)
+
+    monkeypatch.setattr(jit, "compiled", noted)
+
+    def normal(*shape):
+        return torch.randn(shape).bfloat16()
+
+    fp8 = cache_dtype != "bfloat16"
+    q, k = normal(1, 40, 4, 64), normal(1, 1100, 2, 64)
+    if not fp8:
+        for query in (q[:, :1], q[:, :20]):
+            flash_attn_func(query, k, k + 0, causal=True)
+    where = {"block_table": torch.tensor([[2, 0, 1]], dtype=torch.int32), "causal": True}
+    lengths, new = torch.tensor([5], dtype=torch.int32), normal(1, 20, 2, 64)
+    angles = {"rotary_cos": normal(48, 32), "rotary_sin": normal(48, 32)}
+    of_head = {f"{x}_descale": torch.ones(1, 2) for x in "kv"} if fp8 else {}
+    of_page = {f"{x}_descale": torch.ones(4, 1, 2) for x in "kv"} if fp8 else {}
+    for query_len, options in ((1, of_head), (2, {**angles, **of_page}), (20, {"num_splits": 2})):
+        pages = [torch.zeros(4, 16, 2, 64).to(getattr(torch, cache_dtype)) for _ in range(2)]
+        rows = (q[:, :query_len], *pages, new[:, :query_len], new[:, :query_len] + 0)
+        flash_attn_with_kvcache(*rows, cache_seqlens=lengths, **where, **options)
+    assert len(asked) >= 6
+    cache_dtypes = (cache_dtype,) if fp8 else ()
+    made = Wanted(("bfloat16",), ((64, 64),), (CAUSAL,), kvcache=True, cache_dtypes=cache_dtypes)
+    assert asked <= set(made.specifications(arch.TARGET))
+
+
+def test_by_default_it_makes_the_shipped_kernels(monkeypatch, tmp_path, capsys):
+    asked = []
+    monkeypatch.setattr(jit, "obtain", lambda *of_kernel: asked.append(of_kernel))
+    for options, names in (([], ["sm_120"]), (["--arch", "sm_90a", "--arch", "120"], ["sm_90", "sm_120"])):
+        asked.clear()
+        with pytest.raises(SystemExit):
+            cli.main(["compile", "--jobs", "1", "--into", str(tmp_path), *options])
+        wanted = [(spec, arch.BY_NAME[name]) for name in names for spec in tiling.shipped(arch.BY_NAME[name])]
+        assert [(spec, architecture) for spec, architecture, _ in asked] == wanted
+        assert all(where.folder == tmp_path for *_, where in asked)
+        assert f"{len(wanted)} kernels" in capsys.readouterr().out
+
+
+def test_what_fails_in_a_process_fails():
+    """A kernel that does not fit: the compiler's complaint comes through."""
+    spec = tiling.choose("bfloat16", 64, 64, FULL, arch.TARGET)
+    wanted = [(spec, arch.TARGET), ("no specification", arch.TARGET)]
+    with pytest.raises(AttributeError, match="'str' object"):
+        list(shipping.compile_all(wanted, store.default(), jobs=2))
+
+
+@pytest.mark.parametrize(
+    ("words", "features"),
+    [
+        ("full", FULL),
+        ("causal", CAUSAL),
+        ("window", Features(left=True, right=True)),
+        ("causal+softcap+alibi", Features(right=True, softcap=True, alibi=True)),
+        ("left+varlen+sink", Features(left=True, varlen=True, sink=True)),
+        ("mask=bool", Features(mask="bool")),
+    ],
+)
+def test_features_in_words(words, features):
+    assert features_of(words) == features
+
+
+def test_widths_in_words():
+    assert (widths_of("96"), widths_of("192x128")) == ((96, 96), (192, 128))
+
+
+def test_each_kernel_is_listed_once_and_as_the_architecture_takes_it():
+    wanted = Wanted(features=(FULL, CAUSAL, features_of("varlen")), kvcache=True, cache_dtypes=("float8_e4m3fn",))
+    for name in ("sm_89", "sm_90", "sm_120"):
+        kernels = wanted.specifications(arch.BY_NAME[name])
+        assert len(set(kernels)) == len(kernels)
+        of_caches = [spec for spec in kernels if hasattr(spec, "overlap")]
+        assert {spec.overlap for spec in of_caches} == {name != "sm_89"}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--features", "sparse"], "--features: got 'sparse', takes words joined by +, of full, causal"),
+        (["--features", "mask=bool+varlen"], "mask: takes calls of one length a batch"),
+        (["--head-dim", "wide"], "--head-dim: got 'wide', takes a number"),
+        (["--head-dim", "100"], "head_dim: got 100, takes multiples of 8"),
+        (["--dtype", "float32"], "dtype: got 'float32', takes 'float16' or 'bfloat16'"),
+        (["--kvcache", "--cache-dtype", "int8"], "cache_dtype: got 'int8'"),
+        (["--kvcache", "--cache-dtype", "float8_e5m2", "--arch", "sm_80"], "--cache-dtype: got float8_e5m2"),
+        (["--cache-dtype", "float8_e5m2"], "--cache-dtype: got float8_e5m2 without --kvcache"),
+        (["--arch", "sm_70"], "arch: got 'sm_70'"),
+        (["--jobs", "0"], "--jobs: got 0, takes 1 or more"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_wrong_options_are_one_line(monkeypatch, capsys, tmp_path, options, text):
+    monkeypatch.setattr(jit, "obtain", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compile", "--into", str(tmp_path), *options])
+    assert ended.value.code == 1
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+
+
+def test_with_the_cache_off_it_wants_a_folder(monkeypatch, capsys):
+    monkeypatch.setenv("FA2_CUTE_CACHE", "off")
+    with pytest.raises(SystemExit):
+        cli.main(["compile"])
+    assert "give --into a folder" in capsys.readouterr().err
