@@ -161,6 +161,9 @@ class Forward:
             block=[spec.threads, 1, 1],
             smem=spec.shared_bytes,
             stream=stream,
+            # With 16 rows a warp, as many registers as there are: ptxas aims at three blocks of 128 threads an SM,
+            # whose shared memory would not fit, and spills for it. With 32 rows it takes them all in any case.
+            min_blocks_per_mp=1 if spec.tile_m == 16 * spec.warps else 0,
         )
 
     @cute.kernel
