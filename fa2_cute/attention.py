@@ -1,6 +1,6 @@
 """What a person calls: flash-attn's forward functions (version 2.8) on torch tensors.
 
-Six ways to hand over queries, keys and values, one meaning; ``ops.attend`` does the work.
+Six ways to hand over queries, keys and values, one meaning; ``ops.py`` does the work.
 """
 
 import numbers
@@ -68,7 +68,7 @@ def flash_attn_func(
     if alibi_slopes is learnable_sink is None and is_unwatched():  # as ops.attend asks, and soonest
         results = forward.attend_again(q, k, v, softmax_scale, window, softcap)
     if results is None:
-        results = ops.attend(
+        results = ops.attend_anew(
             q,
             k,
             v,

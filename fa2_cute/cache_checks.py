@@ -6,6 +6,7 @@ Errors call the queries q or, where there are none, the new keys k: ``name`` is 
 import torch
 
 from .cache_spec import VECTOR_BYTES
+from .checks import has_memory
 from .problem import DTYPES, MAX_EXTENT
 from .spec import MAX_HEAD_DIM
 
@@ -25,7 +26,7 @@ def check_rows(name: str, x, shape: str):
         raise ValueError(f"{name}: got strides {x.stride()}, takes a last stride of 1 (call .contiguous() first)")
     if max(x.shape) > MAX_EXTENT:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, takes extents below 2^30")
-    if x.numel() and not x.data_ptr():
+    if not has_memory(x):
         raise ValueError(
             f"{name}: got a {type(x).__name__} without memory of its own (device {x.device}), takes one that has some"
         )

@@ -14,7 +14,7 @@ from .append import prepare_append
 from .cache_call import CacheCall
 from .cache_checks import bytes_of
 from .cache_spec import VECTOR_BYTES
-from .checks import causal_window_of, refuse_gradients
+from .checks import causal_window_of, has_memory, refuse_gradients
 from .decode import prepare
 from .forward import architecture_of, dense_vector
 from .launch import Recording, record
@@ -285,8 +285,8 @@ def _key(rows: tuple, others: tuple, window, options: tuple) -> tuple | None:
     """All that the checks of a call look at, or None for a call that is checked each time.
 
     rows: tensors whose start matters, or None. A number in the place of a tensor, a tensor of another class, a negated
-    view, and options of unusual types are for the checks to say something about. (Whether a tensor requires grad has
-    been looked at before.)
+    view, rows whose storage has been freed, and options of unusual types are for the checks to say something about.
+    (Whether a tensor requires grad has been looked at before.)
     """
     if type(rows[0]) not in TENSORS or not isinstance(others[0], torch.Tensor):
         return None
@@ -300,6 +300,8 @@ def _key(rows: tuple, others: tuple, window, options: tuple) -> tuple | None:
             parts.append((x.device, x.dtype, x.shape, x.stride()))
     for x in rows:
         if x is not None:
+            if not has_memory(x):
+                return None
             start |= x.data_ptr()
     if start % VECTOR_BYTES or type(window) is not tuple:
         return None
@@ -319,10 +321,7 @@ def _inputs(rows: tuple, others: tuple, factors: tuple) -> list[torch.Tensor | N
     if k_cache.element_size() == 1:
         descales = [x if x is None or x.dim() >= 2 else x.expand(q.shape[0], k_cache.shape[2]) for x in descales]
         narrow = bytes_of(k_cache), bytes_of(v_cache)  # an append writes FP8 numbers, the attention reads bytes
-    return [
-        x if x is None or (type(x) is torch.Tensor and not x.requires_grad) else x.detach()
-        for x in (*rows, *others, slopes, sink, *descales, *narrow)
-    ]
+    return [_plain(x) for x in (*rows, *others, slopes, sink, *descales, *narrow)]
 
 
 def _append_inputs(tensors: tuple, others: tuple) -> tuple[torch.Tensor | None, ...]:

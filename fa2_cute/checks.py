@@ -15,6 +15,14 @@ LOG2_E = math.log2(math.e)  # the kernels' softmax is in base 2
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether a strided tensor's elements, if any, are somewhere: its storage has not been freed, nor ever been.
+
+    A view of a freed storage starts where it would start in a storage at address 0.
+    """
+    return not x.numel() or x.data_ptr() > x.storage_offset() * x.element_size()
+
+
 def scale_of(softmax_scale: float | None, head_dim: int) -> float:
     """``softmax_scale`` as a number, or its default."""
     if softmax_scale is None:

@@ -17,6 +17,7 @@ from .checks import (
     FLOAT32_MAX,
     LOG2_E,
     check_mask_kind,
+    has_memory,
     mask_of,
     scale_of,
     sequences_of,
@@ -155,9 +156,6 @@ def attend(
     """
     key = None
     if alibi_slopes is sink is mask is cu_seqlens_q is cu_seqlens_k is None:
-        results = attend_again(q, k, v, softmax_scale, window, softcap)
-        if results is not None:
-            return results
         key = _plan_key(q, k, v, softmax_scale, window, softcap)
     problem, options, inputs = check(
         q,
@@ -172,7 +170,9 @@ def attend(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
-    keep = key is not None and q.is_cuda and problem.batch <= MAX_GRID_YZ and all(map(_rows_aligned, (q, k, v)))
+    keep = key is not None and q.is_cuda and problem.batch <= MAX_GRID_YZ
+    # What has been decided on a copy, which lies otherwise, says nothing about the next tensors of these strides.
+    keep = keep and all(ours is given for ours, given in zip(inputs, (q, k, v), strict=True))
     if _is_better_split(problem, options.window, q.device) and _cache_kernels_take(inputs):
         plan = SplitPlan(options.softmax_scale, options.window, options.softcap)
         results = plan.run(*inputs, alibi_slopes=alibi_slopes, sink=sink)
@@ -190,14 +190,15 @@ def attend(
         kernel = jit.compiled(call.spec(architecture), architecture)
         launch(kernel, call)
         if keep:
-            _keep(key, Plan(kernel.function, q.get_device(), metadata_of(out), metadata_of(lse), call.values()[5:]))
+            _keep(key, KeptPlan(kernel.function, q.get_device(), metadata_of(out), metadata_of(lse), call.values()[5:]))
     return out, lse
 
 
 def attend_again(q, k, v, softmax_scale, window, softcap) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What ``attend`` gives, if a call like this one on CUDA tensors has been checked before; else None.
 
-    So it is for a tensor of a subclass, and for one that wants a gradient.
+    So it is for a tensor of a subclass, and for one that wants a gradient. ``window`` as ``causal_window_of`` gives it:
+    sides that are equal to those of a known call, as False is to 0, are not looked at again.
     """
     plan = _PLANS.get(_plan_key(q, k, v, softmax_scale, window, softcap))
     if plan is None:
@@ -217,7 +218,7 @@ def _is_better_split(problem: Problem, window: tuple[int | None, int | None], de
     them; else where the forward kernel's tiles are too few for the device (splitting.py).
     """
     on = problem.features
-    if on.varlen or on.mask or problem.key_len < SPLIT_KEYS or not problem.heads:
+    if on.varlen or on.mask or problem.key_len < SPLIT_KEYS or not problem.heads or not problem.batch:
         return False
     rows = problem.query_len * (problem.heads // problem.kv_heads)
     if rows <= SPLIT_ROWS:
@@ -291,7 +292,7 @@ class SplitPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class KeptPlan:
     """What a call of some shapes and strides on a CUDA device needs once those have been checked. Holds no tensor.
 
     device      its number
@@ -316,8 +317,10 @@ class Plan:
         return out, lse
 
 
+# A view of a freed storage starts at its offset, as if the storage were at 0; none is as large as this.
+FAR = 2**40
 MAX_PLANS = 4096  # a few MB; a program with more shapes than that checks some of them again
-_PLANS: dict[tuple, "Plan | SplitPlan | Recording"] = {}
+_PLANS: dict[tuple, "KeptPlan | SplitPlan | Recording"] = {}
 
 
 def metadata_of(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -325,7 +328,7 @@ def metadata_of(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torc
     return tuple(x.shape), x.stride(), x.dtype
 
 
-def _keep(key: tuple, plan: "Plan | SplitPlan | Recording"):
+def _keep(key: tuple, plan: "KeptPlan | SplitPlan | Recording"):
     if len(_PLANS) >= MAX_PLANS:
         _PLANS.clear()
     _PLANS[key] = plan
@@ -335,8 +338,8 @@ def _plan_key(q, k, v, softmax_scale, window, softcap) -> tuple | None:
     """What the checks of a call without further tensors depend on, if it is one that a plan can be kept for.
 
     A call waits for this: each attribute of a tensor costs it a tenth of a microsecond. The dtypes of k and v, and
-    where tensors start, are the launcher's to refuse. Plans are kept for CUDA tensors only, so a device's number tells
-    it from all others.
+    where tensors start, are the launcher's to refuse; but that would launch on a tensor whose storage has been freed.
+    Plans are kept for CUDA tensors only, so a device's number tells it from all others.
     """
     if not (type(q) is type(k) is type(v) is torch.Tensor and type(softcap) is float and type(window) is tuple):
         return None
@@ -349,7 +352,10 @@ def _plan_key(q, k, v, softmax_scale, window, softcap) -> tuple | None:
         return None
     try:
         shapes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+        near = q.data_ptr() < FAR or k.data_ptr() < FAR or v.data_ptr() < FAR
     except RuntimeError:  # sparse tensors have no strides
+        return None
+    if near and not (has_memory(q) and has_memory(k) and has_memory(v)):
         return None
     return (device, q.dtype, *shapes, softmax_scale, window, softcap)
 
@@ -403,7 +409,7 @@ def check(
         None if cu_seqlens_k is None else dense_vector(cu_seqlens_k),
     )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.numel() and x.device.type in ("cuda", "cpu") and not x.data_ptr():
+        if x.device.type in ("cuda", "cpu") and not has_memory(x):
             raise ValueError(f"{name}: got a {type(x).__name__} without memory of its own, takes one that has some")
     return problem, options, (aligned(q), aligned(k), aligned(v))
 

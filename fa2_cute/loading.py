@@ -18,6 +18,7 @@ from pathlib import Path
 LINKERS = ("ld", "ld.lld", "mold")  # the first on PATH links
 RUNTIME = "libcute_dsl_runtime.so"
 _SHARED = 3  # ET_DYN: the type of a shared library in its ELF header, at byte 16
+_NOT_MAPPED = "failed to map segment"  # what glibc says of a library in a folder that nothing may be run from
 _LOG = logging.getLogger("fa2_cute")
 
 
@@ -49,18 +50,33 @@ def is_linked(launcher: bytes) -> bool:
 
 
 def load(launcher: bytes, entry_point: str) -> Callable:
-    """The function called ``entry_point`` of ``launcher``, as it is of tvm_ffi. Needs no GPU, and stays loaded."""
+    """The function called ``entry_point`` of ``launcher``, as it is of tvm_ffi. Needs no GPU, and stays loaded.
+
+    Raises OSError where libraries may not be loaded from the folder for temporary files.
+    """
     linked = is_linked(launcher)
     with tempfile.TemporaryDirectory(prefix="fa2_cute-") as folder:
         path = Path(folder) / ("launcher.so" if linked else "launcher.o")
         path.write_bytes(launcher)
-        if linked and _runtime() is not None:
-            import tvm_ffi
+        try:
+            return _module(path, linked)[entry_point]
+        except RuntimeError as error:
+            if _NOT_MAPPED not in str(error):
+                raise
+            raise OSError(
+                f"TMPDIR: got {tempfile.gettempdir()}, takes a folder that libraries may be loaded from (this one is "
+                f"mounted noexec, it seems): {error}"
+            ) from error
 
-            return tvm_ffi.load_module(path)[entry_point]
-        from cutlass.runtime import load_module
 
-        return load_module(str(path), enable_tvm_ffi=True)[entry_point]
+def _module(path: Path, linked: bool):
+    if linked and _runtime() is not None:
+        import tvm_ffi
+
+        return tvm_ffi.load_module(path)
+    from cutlass.runtime import load_module
+
+    return load_module(str(path), enable_tvm_ffi=True)
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Attention as an operator of torch: what torch.compile, torch.export and other tracers see.
 
-``attend`` is the one door from the public functions to the kernels. A plain eager call goes through it straight to
-``forward.attend``; where torch traces, compiles, fakes or transforms, the call becomes the operator
-``torch.ops.fa2_cute.attend``, whose schema and fake implementation are here. A saved graph that holds the operator
-needs ``import fa2_cute.ops`` before it is loaded.
+``attend`` is the one door from the public functions to the kernels (but that ``flash_attn_func`` does its first step
+itself, and goes on with ``attend_anew``). A plain eager call goes through it straight to ``forward.py``; where torch
+traces, compiles, fakes or transforms, the call becomes the operator ``torch.ops.fa2_cute.attend``, whose schema and
+fake implementation are here. A saved graph that holds the operator needs ``import fa2_cute.ops`` before it is loaded.
 """
 
 import torch
@@ -59,25 +59,53 @@ def attend(
         results = forward.attend_again(q, k, v, softmax_scale, window, softcap)
         if results is not None:
             return results
+    return attend_anew(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        mask=mask,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
+        max_seqlen_q=max_seqlen_q,
+    )
+
+
+def attend_anew(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    window: tuple[int | None, int | None] = (None, None),
+    alibi_slopes: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    **options,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attend`` for a caller whom ``forward.attend_again`` had nothing to give, where it can be asked: while torch has
+    no part in the call (``is_unwatched``) and there are no further tensors."""
     if _autocast_is_on(q):
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
         if isinstance(mask, torch.Tensor) and mask.dtype in (torch.float16, torch.bfloat16):
             mask = mask.to(q.dtype)
     inputs = (q, k, v, alibi_slopes, sink, mask)
     refuse_gradients(zip(_NAMES, inputs, strict=True), _NO_GRADIENT)
-    options = {
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sink": sink,
-        "mask": mask,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-    }
+    options |= {"alibi_slopes": alibi_slopes, "sink": sink, "mask": mask}
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     if block_table is not None:
         options |= {"block_table": block_table, "max_seqlen_q": max_seqlen_q}
     if is_eager(q, k, v):
-        return _launch(q, k, v, window=window, **options)
+        asked = is_unwatched()  # not so under autocast, for one: then a call may be known by what q, k, v are now
+        return (_launch if asked else _launch_again)(q, k, v, window=window, **options)
     return torch.ops.fa2_cute.attend.default(q, k, v, window_left=window[0], window_right=window[1], **options)
 
 
@@ -95,6 +123,16 @@ def attend_named(names: dict[str, str], q, k, v, **options) -> tuple[torch.Tenso
             if type(error) in _REFUSALS and message.startswith((f"{name}: got ", f"{name}: takes ")):
                 raise type(error)(of_caller + message[len(name) :]) from error
         raise
+
+
+def _launch_again(q, k, v, *, window, softmax_scale=None, softcap=0.0, **others) -> tuple[torch.Tensor, torch.Tensor]:
+    """``_launch``, unchecked where a call like this one has been checked before."""
+    results = None
+    if all(x is None for x in others.values()):
+        results = forward.attend_again(q, k, v, softmax_scale, window, softcap)
+    if results is None:
+        results = _launch(q, k, v, window=window, softmax_scale=softmax_scale, softcap=softcap, **others)
+    return results
 
 
 def _launch(q, k, v, *, block_table=None, max_seqlen_q=None, **options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +157,7 @@ def _attend_pages(q, k, v, *, cu_seqlens_q, cu_seqlens_k, mask=None, **options) 
 @not_compiled
 def _run(q, k, v, *, window_left=None, window_right=None, **options):
     """The operator on CUDA and CPU tensors."""
-    return _launch(q, k, v, window=(window_left, window_right), **options)
+    return _launch_again(q, k, v, window=(window_left, window_right), **options)
 
 
 def _fake(q, k, v, *, cu_seqlens_q=None, block_table=None, **options):

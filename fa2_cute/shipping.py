@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
@@ -14,6 +15,8 @@ from .arch import Architecture
 from .cache_spec import FIRST_OVERLAP, FP8_DTYPES, SCALE_KINDS
 from .jit import Specification
 from .spec import CAUSAL, DTYPES, FULL, MASK_DTYPES, Features
+
+MOST_JOBS = 16  # by default: each has a compiler loaded, and needs memory for it
 
 _WORDS = {
     "full": {},
@@ -119,11 +122,14 @@ def widths_of(text: str) -> tuple[int, int]:
 def compile_all(
     wanted: Sequence[tuple[Specification, Architecture]], where: store.Store, jobs: int | None = None
 ) -> Iterator[tuple[Specification, Architecture]]:
-    """Put all into ``where`` that it has not yet, by ``jobs`` processes (by default one a core), and yield each."""
-    jobs = min(jobs or os.cpu_count() or 1, len(wanted))
+    """Put all into ``where`` that it has not yet, by ``jobs`` processes (by default ``cores()``), and yield each.
+
+    Raises OSError where a kernel cannot be kept in ``where``, or a process dies.
+    """
+    jobs = min(jobs or cores(), len(wanted))
     if jobs <= 1:
         for spec, arch in wanted:
-            jit.obtain(spec, arch, where)
+            _make(spec, arch, where)
             yield spec, arch
         return
     context = multiprocessing.get_context("spawn")
@@ -133,13 +139,25 @@ def compile_all(
             for done in as_completed(made):
                 done.result()
                 yield made[done]
+        except BrokenProcessPool as error:
+            raise OSError(f"--jobs: got {jobs}, takes fewer: a process died, of too little memory perhaps") from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
+def cores() -> int:
+    """Cores that this process may use, at most ``MOST_JOBS``: a container has fewer than its host."""
+    return min(len(os.sched_getaffinity(0)), MOST_JOBS)
+
+
 def _make(spec: Specification, arch: Architecture, where: store.Store):
     jit.obtain(spec, arch, where)
+    if where.load(jit.entry_name(spec, arch)) is None:  # worth a warning to a call, but here nothing else is wanted
+        raise OSError(
+            f"compiled kernels cannot be kept in {where.folder}: --into (FA2_CUTE_CACHE) takes a folder that can be "
+            "written to, on a disk with space left"
+        )
 
 
 def _quieten():

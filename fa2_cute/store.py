@@ -119,7 +119,8 @@ def _processor() -> str:
 
 
 def described_by() -> list[Path]:
-    """The package's files that shape compiled code: device code, specifications and what both take from elsewhere."""
+    """The package's files that shape compiled code: device code, specifications, what both take from elsewhere, and how
+    a launcher is compiled and linked."""
     package = Path(__file__).parent
-    others = [package / name for name in ("arch.py", "compiling.py", "descale.py", "parameters.py")]
+    others = [package / name for name in ("arch.py", "compiling.py", "descale.py", "loading.py", "parameters.py")]
     return sorted([*(package / "kernels").glob("*.py"), *package.glob("*spec.py"), *others])

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fa2_cute import cli
+from fa2_cute._torch_internals import EMPTY_STRIDED
 from fa2_cute.forward import SPLIT_KEYS, attend
 from fa2_cute.fuzz import Case, WrongResult, check, command, judge
 from fa2_cute.fuzz.campaign import MOST_FAILURES, Campaign, program
-from fa2_cute.fuzz.judging import Expectation, poisoned_allocations, run
+from fa2_cute.fuzz.judging import Expectation, poisoned_allocations, require_same, run
 from fa2_cute.fuzz.layouts import LAYOUTS, lay_out, moved
 from fa2_cute.fuzz.masks import HIDING_MASKS, MASK_LAYOUTS, MASKS
 from fa2_cute.fuzz.per_head import SINKS, SLOPES
@@ -168,12 +169,16 @@ def test_late_jumps_reach_the_steps_they_name():
 
 
 def test_poison_reaches_what_torch_allocates_and_goes_away():
-    before = torch.are_deterministic_algorithms_enabled()
+    before, direct = torch.are_deterministic_algorithms_enabled(), dict(EMPTY_STRIDED)
     torch.ones(1000, dtype=torch.float16)  # memory that may be given out again
     with poisoned_allocations():
         assert torch.empty(1000, dtype=torch.float16).isnan().all()
         assert torch.empty(7, 3).isnan().all()
+        x = EMPTY_STRIDED["cpu"]((5, 7), (1, 5), torch.bfloat16)  # what kept calls allocate with
+        assert x.isnan().all()
+        assert (x.shape, x.stride(), x.dtype) == ((5, 7), (1, 5), torch.bfloat16)
     assert torch.are_deterministic_algorithms_enabled() == before
+    assert direct == EMPTY_STRIDED
 
 
 # ---- the judge -------------------------------------------------------------------------------------------------------
@@ -280,6 +285,46 @@ def test_check_notices_an_element_that_is_not_written_and_an_input_that_is(monke
         check(Case("float16", 1, 5, 7, 2, 1, 96, value_dim=40, mask="some", sink="normal"))
 
 
+def test_check_makes_a_call_that_is_kept_again(monkeypatch):
+    """A right result both times, but not the same one."""
+    made = []
+
+    def changing(q, k, v, **options):
+        out, lse = attend(q, k, v, **options)
+        made.append(out)
+        if len(made) == 2:
+            out[0, 2, 1, 5] = out[0, 2, 1, 5].nextafter(torch.tensor(math.inf, dtype=out.dtype))
+        return out, lse
+
+    monkeypatch.setattr("fa2_cute.fuzz.judging.attend", changing)
+    check(GOOD)
+    assert len(made) == 1
+    made.clear()
+    monkeypatch.setattr("fa2_cute.fuzz.judging.keeps_calls", lambda device: True)
+    with pytest.raises(WrongResult, match=r"out of .*, made again: 1 of 640 elements .* first at \(0, 2, 1, 5\): got"):
+        check(GOOD)
+    check(GOOD)  # the third and the fourth agree
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda out, lse: (out, lse.clone().fill_(-0.0)), "lse of x, made again: 6 of 6 elements"),
+        (lambda out, lse: (out[:1], lse), "out of x, made again: got"),
+        (lambda out, lse: (out.bfloat16(), lse), "out of x, made again: got"),
+        (lambda out, lse: (out.t().contiguous().t(), lse), "out of x, made again: got"),
+        (lambda out, lse: (out.nan_to_num(posinf=math.inf), lse), "out of x, made again: 1 of 4 .*got 0, the .* nan"),
+    ],
+)
+def test_the_same_is_every_bit_but_those_of_a_nan(spoil, message):
+    out, lse = torch.tensor([[1.0, math.inf], [math.nan, 2.0]], dtype=torch.float16), torch.zeros(6)
+    other = out.clone()
+    other[1, 0] = torch.tensor([-1], dtype=torch.int16).view(torch.float16)[0]  # another NaN
+    require_same((other, lse), (out, lse), "x")
+    with pytest.raises(WrongResult, match=message):
+        require_same(spoil(out, lse), (out, lse), "x")
+
+
 # ---- campaigns -------------------------------------------------------------------------------------------------------
 
 
@@ -384,6 +429,16 @@ def test_a_saved_program_fails_where_the_result_is_wrong(tmp_path, monkeypatch):
     result = subprocess.run([sys.executable, tmp_path / "wrong.py"], capture_output=True, text=True)
     assert result.returncode == 1
     assert "WrongResult: out of the call: 1 of 640 elements wrong; worst at (0, 1, 0, 3)" in result.stderr
+
+
+def test_a_program_for_a_device_that_keeps_calls_makes_its_call_again(tmp_path):
+    text = GOOD.as_call("cuda:0")
+    assert "cuda:0" in text
+    for spoil, code in (("", 0), ("out[0, 1, 0, 3] = out[0, 1, 0, 3].nextafter(lse[0, 0, 0].to(out))\n", 1)):
+        (tmp_path / "again.py").write_text(text.replace("cuda:0", "cpu").replace("judge(q", spoil + "judge(q"))
+        result = subprocess.run([sys.executable, tmp_path / "again.py"], capture_output=True, text=True)
+        assert result.returncode == code, result.stderr
+        assert ("made again: 1 of 640 elements differ" in result.stderr) == bool(spoil)
 
 
 def test_an_interrupted_campaign_keeps_what_it_found():

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fa2_cute import cache_ops
 from fa2_cute.fuzz import CacheCase, WrongResult, cache_judging, check_cache
 from fa2_cute.fuzz.cache_cases import KINDS, Options, Setting, make
 from fa2_cute.fuzz.cache_strategies import PLAIN, cache_cases, some_cache_kernels
@@ -90,6 +91,35 @@ def test_the_judge_of_appends_notices(spoil, message, monkeypatch):
     monkeypatch.setattr(cache_judging, "run_append", wrong)
     with pytest.raises(WrongResult, match=message):
         check_cache(case)
+
+
+def test_a_recorded_call_that_writes_nothing_is_noticed(monkeypatch):
+    """Its results are memory of the call before otherwise."""
+    monkeypatch.setattr(cache_ops, "_RECORDINGS", {})
+    case = replace(GOOD, new_len=None)
+    check_cache(case)
+    assert cache_ops._RECORDINGS
+    for key, recording in cache_ops._RECORDINGS.items():
+        cache_ops._RECORDINGS[key] = replace(recording, steps=())
+    with pytest.raises(WrongResult, match=r"out of sequence 0 of CacheCase.*got nan"):
+        check_cache(case)
+
+
+def test_on_a_gpu_a_call_is_made_again_from_what_was_kept(monkeypatch):
+    def changing(case, t):
+        out, lse = call(case, t)
+        made.append(out)
+        if len(made) == 2:
+            lse[1, 3, 0] = lse[1, 3, 0].nextafter(torch.tensor(0.0))
+        return out, lse
+
+    call, made = cache_judging.call, []
+    monkeypatch.setattr(cache_judging, "call", changing)
+    monkeypatch.setattr(cache_judging, "keeps_calls", lambda device: True)
+    with pytest.raises(WrongResult, match=r"lse of CacheCase.*, made again: 1 of 8 .* first at \(1, 3, 0\)"):
+        check_cache(GOOD)
+    check_cache(GOOD)
+    assert len(made) == 4
 
 
 @settings(max_examples=20)

@@ -12,7 +12,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
-from fa2_cute import arch, checks, flash_attn_func, flash_attn_varlen_func, forward, jit, tiling
+import fa2_cute
+from fa2_cute import arch, checks, flash_attn_func, flash_attn_varlen_func, forward, jit, ops, tiling
 
 SHAPE, OTHER = (2, 16, 4, 64), (2, 16, 2, 64)
 
@@ -25,14 +26,21 @@ def qkv():
     return normal(SHAPE), normal(OTHER, 1), normal(OTHER, 2)
 
 
+class Launched(list):
+    """Arguments of launches; and how many there were that the launcher refused."""
+
+    refused = 0
+
+
 @pytest.fixture
 def launched(monkeypatch):
-    """The arguments of what has been launched by plans: a full and a causal one for tensors like ``qkv()``."""
-    calls, (q, k, v) = [], qkv()
+    """What has been launched by plans: there are a full and a causal one for tensors like ``qkv()``."""
+    calls, (q, k, v) = Launched(), qkv()
 
     def launcher(*arguments):
         for x in arguments[:4]:
             if x.data_ptr() % 16 or x.dtype != torch.bfloat16:
+                calls.refused += 1
                 raise ValueError("Mismatched Tensor")
         calls.append(arguments)
 
@@ -41,7 +49,7 @@ def launched(monkeypatch):
     monkeypatch.setitem(forward.EMPTY_STRIDED, "cuda", forward.EMPTY_STRIDED["cpu"])
     lse = forward.metadata_of(torch.empty(2, 4, 16))
     for window in ((None, None), (None, 0)):
-        plan = forward.Plan(launcher, -1, forward.metadata_of(q), lse, (0.18, 2, window))
+        plan = forward.KeptPlan(launcher, -1, forward.metadata_of(q), lse, (0.18, 2, window))
         forward._PLANS[forward._plan_key(q, k, v, None, window, 0.0)] = plan
     return calls
 
@@ -100,6 +108,18 @@ def unaligned(x):
     return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
 
 
+def freed(x):
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def view_of_freed(x):
+    """At the start and strides of x in a storage that is no longer: its address is not 0."""
+    view = torch.stack((x, x))[1]
+    assert freed(view).data_ptr()
+    return view
+
+
 CHANGES = {
     "length": lambda q, k, v: (q[:, 1:], k, v),
     "batch": lambda q, k, v: (q[:1], k[:1], v[:1]),
@@ -114,6 +134,9 @@ CHANGES = {
     "start of q": lambda q, k, v: (unaligned(q), k, v),
     "start of k": lambda q, k, v: (q, unaligned(k), v),
     "start of v": lambda q, k, v: (q, k, unaligned(v)),
+    "freed q": lambda q, k, v: (freed(q), k, v),
+    "freed k": lambda q, k, v: (q, freed(k), v),
+    "view of freed v": lambda q, k, v: (q, k, view_of_freed(v)),
     "sparse": lambda q, k, v: (q.to_sparse(), k, v),
     "no tensor": lambda q, k, v: (q, k, [v]),
 }
@@ -124,6 +147,40 @@ def test_tensors_unlike_them_are_checked(launched, checked, change):
     with pytest.raises(checked):
         flash_attn_func(*CHANGES[change](*qkv()))
     assert launched == []
+    assert launched.refused == (change.startswith("start") or change == "one dtype")
+
+
+@pytest.mark.parametrize("freed", [freed, view_of_freed])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_tensor_whose_storage_has_been_freed_is_refused(launched, position, freed):
+    inputs = list(qkv())
+    flash_attn_func(*inputs)
+    inputs[position] = freed(inputs[position])
+    with pytest.raises(ValueError, match=f"^{'qkv'[position]}: got a Tensor without memory of its own"):
+        flash_attn_func(*inputs)
+    assert len(launched) == 1
+
+
+def through_ours(*qkv):
+    return fa2_cute.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv), enable_gqa=True)
+
+
+WAYS = {
+    "flash_attn_func": flash_attn_func,
+    "scaled_dot_product_attention": through_ours,
+    "autocast": torch.autocast("cpu", torch.bfloat16)(flash_attn_func),
+    "the operator": torch.ops.fa2_cute.attend.default,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_launcher_that_refuses_is_asked_once(launched, checked, way):
+    q, k, v = qkv()
+    WAYS[way](q, k, v)
+    assert (len(launched), launched.refused) == (1, 0)
+    with pytest.raises(checked):
+        WAYS[way](q, unaligned(k), v)
+    assert (len(launched), launched.refused) == (1, 1)
 
 
 OPTIONS = [
@@ -222,14 +279,14 @@ WATCHED = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", WATCHED)
 def test_a_watched_call_goes_through_the_operator(launched, monkeypatch, how):
-    """It is the operator that then launches, or its fake implementation that makes a shape."""
+    """It is the operator that then launches, as known or anew, or its fake implementation that makes a shape."""
     through = []
 
     def attend(q, k, v, **options):
         through.append(q)
         return q + 0, q.new_zeros(2, 4, 16)
 
-    monkeypatch.setattr(forward, "attend", attend)
+    monkeypatch.setattr(ops, "_launch_again", attend)
     WATCHED[how](*qkv())
     assert launched == []
     assert bool(through) == (how != "fake")

@@ -83,5 +83,27 @@ def test_where_the_runtime_library_is_not_the_only_one_the_compiler_chooses(monk
     loading._runtime.cache_clear()
 
 
+@needs_linker
+def test_a_folder_that_libraries_are_not_loaded_from_is_named(monkeypatch, tmp_path):
+    """What tvm_ffi raised on a folder mounted noexec; any other failure stays what it is."""
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    launcher = jit.compiled(SPECS[0], arch.TARGET).code.launcher
+    monkeypatch.setattr(loading.tempfile, "tempdir", str(tmp_path))
+
+    def refused(path):
+        assert path.read_bytes() == launcher
+        raise RuntimeError(f"Failed to load dynamic shared library {path} {path}: {reason} from shared object")
+
+    monkeypatch.setattr(tvm_ffi, "load_module", refused)
+    monkeypatch.setattr(loading, "_runtime", lambda: True)
+    reason = "failed to map segment"
+    with pytest.raises(OSError, match=f"^TMPDIR: got {tmp_path}, takes a folder .* noexec"):
+        loading.load(launcher, compiling.ENTRY_POINT)
+    reason = "undefined symbol"
+    with pytest.raises(RuntimeError, match="undefined symbol"):
+        loading.load(launcher, compiling.ENTRY_POINT)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_importing_it_takes_no_compiler():
     assert run("import sys, fa2_cute.jit; print([x for x in ('cutlass', 'tvm_ffi') if x in sys.modules])") == "[]\n"

@@ -86,6 +86,7 @@ def test_calls_over_caches_ask_for_no_other_kernels(monkeypatch, cache_dtype):
 def test_by_default_it_makes_the_shipped_kernels(monkeypatch, tmp_path, capsys):
     asked = []
     monkeypatch.setattr(jit, "obtain", lambda *of_kernel: asked.append(of_kernel))
+    monkeypatch.setattr(store.Store, "load", lambda self, name: "there")
     for options, names in (([], ["sm_120"]), (["--arch", "sm_90a", "--arch", "120"], ["sm_90", "sm_120"])):
         asked.clear()
         with pytest.raises(SystemExit):
@@ -102,6 +103,40 @@ def test_what_fails_in_a_process_fails():
     wanted = [(spec, arch.TARGET), ("no specification", arch.TARGET)]
     with pytest.raises(AttributeError, match="'str' object"):
         list(shipping.compile_all(wanted, store.default(), jobs=2))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_folder_that_takes_nothing_is_an_error(tmp_path, capfd, jobs):
+    """A file where a folder should be: like a full disk, or a home that is read only."""
+    (tmp_path / "file").write_text("")
+    into = tmp_path / "file" / "shipped"
+    options = ["--head-dim", "24", "--features", "causal", "--into", str(into), "--jobs", str(jobs)]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compile", *options])
+    assert ended.value.code == 1
+    printed = capfd.readouterr()
+    assert f"compiled kernels cannot be kept in {into}: --into" in " ".join(printed.err.split())
+    assert "kernels in" not in printed.out
+
+
+def _die():
+    os._exit(1)
+
+
+def test_a_process_that_dies_is_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(shipping, "_quieten", _die)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compile", "--jobs", "2", "--into", str(tmp_path)])
+    assert ended.value.code == 1
+    error = capsys.readouterr().err
+    assert "--jobs: got 2, takes fewer" in error
+    assert error.count("\n") == 1
+
+
+def test_it_takes_the_cores_of_its_process_not_of_the_host(monkeypatch):
+    for have, taken in ((1, 1), (2, 2), (192, shipping.MOST_JOBS)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, have=have: set(range(have)))
+        assert shipping.cores() == taken
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ _ORDINARY, _LOAD, _COPY, _COMMIT, _WAIT, _BARRIER, _SPECIAL, _OTHER_LATENCY, _LO
 STEALS = (FMA, ALU, MUFU, SHARED)
 WARM_UP = 2  # iterations before anything is counted
 OTHER_LATENCY = 22.0
-SHUFFLE_LATENCY = 24.0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from ..emulation import EmulationNotice
 from ..kvcache import flash_attn_with_kvcache
 from .bounds import FP32, bounds, narrow_bound
 from .cache_cases import CacheCase, Tensors, make
-from .judging import WrongResult, poisoned_allocations, require_within
+from .cases import keeps_calls
+from .judging import WrongResult, poisoned_allocations, require_same, require_within
 
 FLOAT32_ROUNDING = 2.0**-24
 # Weights and sums of splits are combined once more: two exponentials, a product, a sum and a quotient in float32.
@@ -20,7 +21,7 @@ COMBINING = 16 * FP32
 
 
 def check_cache(case: CacheCase, device: str | torch.device = "cpu"):
-    """Run ``case`` on ``device`` and compare it with float64.
+    """Run ``case`` on ``device`` and compare it with float64; on CUDA, run it again: the same bits.
 
     The append is judged on a copy of the cache, slot by slot; the call must write the same bits, and attend to them.
     Raises WrongResult, or whatever the call raises (an EmulatorError of a hazard, for one).
@@ -34,6 +35,7 @@ def check_cache(case: CacheCase, device: str | torch.device = "cpu"):
             judge_append(case, twin, lengths, rotated)
             lengths, q = lengths.cpu(), q if rotated is None else rotated.cpu()
         out, lse = call(case, t)
+        again = call(case, t) if keeps_calls(device) else None  # what it appends goes where it is already
     for name in ("k", "v"):
         same = torch.equal(*(getattr(x.cache, name).view(torch.uint8) for x in (t, twin)))
         _require(same, f"{name}_cache of {case}: not what an append alone writes")
@@ -42,6 +44,8 @@ def check_cache(case: CacheCase, device: str | torch.device = "cpu"):
     _require(out.dtype == t.q.dtype, f"out of {case}: got dtype {out.dtype}, expected {t.q.dtype}")
     _require(lse.dtype == torch.float32, f"lse of {case}: got dtype {lse.dtype}, expected torch.float32")
     judge_attention(case, replace(t.to("cpu"), q=q), lengths, out.cpu(), lse.cpu())
+    if again is not None:
+        require_same(again, (out, lse), repr(case))
 
 
 def call(case: CacheCase, t: Tensors) -> tuple[torch.Tensor, torch.Tensor]:

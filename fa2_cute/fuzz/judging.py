@@ -1,6 +1,7 @@
 """Runs one call of ``attend`` and judges it: shapes, dtypes, every element, inputs untouched."""
 
 import contextlib
+import functools
 import math
 import warnings
 from dataclasses import dataclass, replace
@@ -8,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import reference
+from .._torch_internals import EMPTY_STRIDED
 from ..emulation import EmulationNotice
 from ..forward import attend
 from .bounds import bounds, mean_error_bound, varlen_bounds
-from .cases import Case
+from .cases import Case, keeps_calls
 
 # Outputs of single weights times 64 above it are normal numbers of float16, and so are their probabilities.
 SHOWN = 2.0**-6
@@ -22,12 +24,13 @@ class WrongResult(Exception):
 
 
 def check(case: Case, device: str | torch.device = "cpu"):
-    """Run ``case`` on ``device`` and compare it with float64.
+    """Run ``case`` on ``device`` and compare it with float64; where calls are kept, run it again: the same bits.
 
     Raises WrongResult, or whatever the call raises (an EmulatorError of a hazard, for one).
     """
     tensors, options = case.tensors(device), case.options_on(device)
     out, lse = call(*tensors, **options)
+    again = call(*tensors, **options) if keeps_calls(device) else None
     untouched, untouched_options = case.tensors(device), case.options_on(device)
     for name, before, after in (
         *zip("qkv", untouched, tensors, strict=True),
@@ -36,6 +39,8 @@ def check(case: Case, device: str | torch.device = "cpu"):
         same = (before == after) | (before.isnan() & after.isnan())
         _require(bool(same.all()), f"{name} was written to by {case}")
     Expectation.of_case(case, *untouched, **untouched_options).judge(out, lse, repr(case))
+    if again is not None:
+        require_same(again, (out, lse), repr(case))
 
 
 def check_tensors(q, k, v, *, what: str = "the call", **options):
@@ -58,17 +63,27 @@ def call(q, k, v, *, causal: bool = False, window=(None, None), **options) -> tu
 
 @contextlib.contextmanager
 def poisoned_allocations():
-    """``torch.empty`` gives NaN: an element that nobody writes cannot pass for a right one left by the call before."""
+    """``torch.empty`` gives NaN: an element that nobody writes cannot pass for a right one left by the call before.
+
+    So does what kept calls allocate with, ``EMPTY_STRIDED``: in itself it does not look at torch's settings.
+    """
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)  # what fill_uninitialized_memory depends on
     torch.utils.deterministic.fill_uninitialized_memory = True
+    direct = dict(EMPTY_STRIDED)
+    EMPTY_STRIDED.update({kind: functools.partial(_empty_strided, kind) for kind in direct})
     try:
         yield
     finally:
+        EMPTY_STRIDED.update(direct)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def _empty_strided(kind: str, shape: tuple, stride: tuple, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=kind)
 
 
 def judge(q, k, v, out: torch.Tensor, lse: torch.Tensor, *, what: str = "the call", **options):
@@ -165,6 +180,21 @@ def require_within(got: torch.Tensor, expected: torch.Tensor, bound: torch.Tenso
             f"{what}: {int(wrong.sum())} of {wrong.numel()} elements wrong; worst at {where}: "
             f"got {got64[where]:.9g}, expected {expected[where]:.9g} within {bound[where]:.3g}"
         )
+
+
+def require_same(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], what: str = "the call"):
+    """Raise WrongResult unless (out, lse) of the same call, made again, have the same bits; one NaN is like another."""
+    for name, x, y in zip(("out", "lse"), got, expected, strict=True):
+        seen, wanted = ((z.dtype, z.device, tuple(z.shape), z.stride()) for z in (x, y))
+        _require(seen == wanted, f"{name} of {what}, made again: got {seen}, the first time {wanted}")
+        bits = {2: torch.int16, 4: torch.int32}[x.element_size()]
+        differ = (x.view(bits) != y.view(bits)) & ~(x.isnan() & y.isnan())
+        if differ.any():
+            where = tuple(int(i) for i in torch.nonzero(differ)[0])
+            raise WrongResult(
+                f"{name} of {what}, made again: {int(differ.sum())} of {differ.numel()} elements differ; the first "
+                f"at {where}: got {x[where]:.9g}, the first time {y[where]:.9g}"
+            )
 
 
 def _require(condition: bool, message: str):

@@ -4,9 +4,9 @@ import torch
 
 from .seeds import generator_of
 
-# Slope times distance stays below float32's largest number in base 2 as well: 2^127 / (log2(e) 2^10).
+# Slope times distance, below 2^10 in every case, stays below float32's largest number in base 2 as well:
+# 2^127 / (log2(e) 2^10).
 STEEPEST = 2.0**115
-LONGEST = 2**10  # no case has as many rows
 
 
 def slopes(case) -> torch.Tensor:

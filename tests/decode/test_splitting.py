@@ -105,6 +105,9 @@ def test_the_faster_kernel_on_an_h200(batch, query_len, key_len, heads, split):
         ),
         (Case(query_len=70, key_len=1300, heads=4, window=(100, 0)), False),  # each query sees 101 keys
         (Case(query_len=70, key_len=1023, heads=4), False),
+        (Case(batch=0, query_len=70, key_len=1300, heads=4), False),
+        (Case(batch=0, query_len=1, key_len=1300, heads=4), False),
+        (Case(query_len=0, key_len=1300, heads=4), False),
     ],
     ids=repr,
 )

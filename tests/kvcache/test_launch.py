@@ -161,6 +161,19 @@ def test_parameters_and_tensors_that_require_grad_are_recorded_where_no_gradient
         flash_attn_with_kvcache(**arguments(CASE, q=trained))
 
 
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v"])
+@pytest.mark.parametrize("viewed", [False, True])
+def test_a_tensor_whose_storage_has_been_freed_is_refused(name, viewed):
+    """A view of a freed storage starts at its offset, not at 0."""
+    call = arguments(CASE)
+    flash_attn_with_kvcache(**call)
+    assert recorded() == 1
+    x = torch.stack((call[name], call[name]))[1] if viewed else call[name].clone()
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"^{name}: got a Tensor without memory of its own"):
+        flash_attn_with_kvcache(**{**call, name: x})
+
+
 def test_recordings_hold_no_tensor():
     flash_attn_with_kvcache(**arguments(CASE))
     ((_, recording),) = cache_ops._RECORDINGS.items()
