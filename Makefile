@@ -2,6 +2,7 @@
 #   make demo    the kernel on the GPU, or emulated where there is none, against a float64 reference
 #   make test    the test suite
 #   make lint    ruff, format and check
+#   make bench   times beside other attention libraries, on a GPU (BENCH_ARGS: sections and options)
 #   make mutants plants single faults in the kernels' PTX and in their calls and reports what notices (some minutes)
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,11 +11,12 @@ VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format mutants clean
+.PHONY: demo test lint format bench mutants clean
 
 demo: $(STAMP)
 	$(BIN)/fa2-cute demo
@@ -29,6 +31,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+bench: $(STAMP)
+	$(BIN)/fa2-cute bench $(BENCH_ARGS)
 
 mutants: $(STAMP)
 	$(BIN)/python -m fa2_cute.mutation --jobs $(JOBS) $(MUTANTS_ARGS)

@@ -16,6 +16,7 @@ from .resources import ToolMissing
 app = typer.Typer(help="FlashAttention-2 for sm_120 in CuTe DSL.", add_completion=False, pretty_exceptions_enable=False)
 # What a table needs; a terminal has its own width, a pipe has none.
 PIPE_WIDTH = 100
+BENCH_WIDTH = 200
 COMPONENTS = (
     "torch",
     "numpy",
@@ -29,9 +30,9 @@ COMPONENTS = (
 EXPECTED = (ValueError, ToolMissing, OSError)
 
 
-def _console() -> Console:
+def _console(pipe_width: int = PIPE_WIDTH) -> Console:
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    return console if console.is_terminal else Console(highlight=False, width=pipe_width)
 
 
 def _device(name: str | None):
@@ -84,10 +85,8 @@ def fuzz(
     ] = None,
     folder: Annotated[Path, typer.Option(help="where failing calls are saved as programs")] = Path("fuzz-failures"),
 ):
-    """Draw calls of the forward functions, all options, and judge each against float64; 1 if any fails.
-
-    Calls over KV caches are not among them: tests/decode and tests/kvcache draw those.
-    """
+    """Draw calls of the forward functions and over KV caches, all options, and judge each against float64; 1 if any
+    fails."""
     try:
         from .fuzz import command
     except ModuleNotFoundError as error:
@@ -106,26 +105,60 @@ def compile_kernels(
     into: Annotated[
         Path | None, typer.Option(help="a folder to ship, for FA2_CUTE_CACHE; by default this user's cache")
     ] = None,
+    head_dim: Annotated[
+        list[str] | None,
+        typer.Option(help="such as 96, or 192x128 with a value_dim of its own, repeatable; by default 64 and 128"),
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="repeatable; by default float16 and bfloat16")] = None,
+    features: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="options of calls, joined by +, repeatable: full, causal, window, varlen, softcap, alibi, sink, "
+            "mask=bool ...; by default full and causal"
+        ),
+    ] = None,
+    kvcache: Annotated[
+        bool,
+        typer.Option(
+            "--kvcache", help="also what most calls over KV caches need (docs/cache.md): decode, combine, append"
+        ),
+    ] = False,
+    cache_dtype: Annotated[
+        list[str] | None, typer.Option(help="float8_e4m3fn or float8_e5m2, repeatable, for --kvcache")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="processes that compile; by default one a core, 16 at most")] = None,
 ):
-    """Compile an architecture's eight most common forward kernels ahead of their first calls; needs no GPU.
+    """Compile kernels ahead of their first calls; needs no GPU. Others are compiled when they are first called.
 
-    They are float16 and bfloat16, head_dim 64 and 128, full and causal. Others are compiled when they are first called.
+    By default an architecture's eight most common ones. A folder is for hosts with this one's version of the compiler
+    and this one's kind of processor: elsewhere its kernels are not found, and made again.
     """
     from rich.progress import track
 
     from . import arch as architectures
-    from . import jit, store, tiling
+    from . import shipping, store
 
     where = store.Store(into) if into is not None else store.default()
     if where is None:
         raise ValueError("FA2_CUTE_CACHE: is off, so there is nowhere to keep kernels; give --into a folder")
-    wanted = [architectures.by_name(name) for name in arch or [architectures.TARGET.name]]
-    jobs = [(spec, architecture) for architecture in wanted for spec in tiling.shipped(architecture)]
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"--jobs: got {jobs}, takes 1 or more")
+    if cache_dtype and not kvcache:
+        raise ValueError(f"--cache-dtype: got {cache_dtype[0]} without --kvcache, takes both or none")
+    given = {
+        "dtypes": dtype,
+        "widths": head_dim and map(shipping.widths_of, head_dim),
+        "features": features and map(shipping.features_of, features),
+        "cache_dtypes": cache_dtype,
+    }
+    wanted = shipping.Wanted(kvcache=kvcache, **{name: tuple(x) for name, x in given.items() if x})
+    chosen = [architectures.by_name(name) for name in arch or [architectures.TARGET.name]]
+    kernels = [(spec, architecture) for architecture in chosen for spec in wanted.specifications(architecture)]
     console = _console()
-    for spec, architecture in track(jobs, "compiling", console=console, transient=True):
-        jit.obtain(spec, architecture, where)
+    made = shipping.compile_all(kernels, where, jobs)
+    for spec, architecture in track(made, "compiling", total=len(kernels), console=console, transient=True):
         console.print(f"{architecture.target}: {spec.title}")
-    console.print(f"{len(jobs)} kernels in {where.folder}")
+    console.print(f"{len(kernels)} kernels in {where.folder}")
 
 
 @app.command()
@@ -191,6 +224,68 @@ def layouts(
     from .explore import command
 
     command.layouts(head_dim, command.architecture(arch), tile, dtype, into, swizzle, _console())
+
+
+@app.command(
+    epilog="Options of the prefill section: --shape, --key-len, --dtype, --tile. Of decode: --cell, --splits, --page, "
+    "--heads, --head-dim. Of both: --kv-heads."
+)
+def bench(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(help="of prefill, decode, kvcache, host, compile, memory; all by default. Or: plot FILE ..."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer problems and repetitions")] = False,
+    out: Annotated[Path | None, typer.Option(help="the JSON file; for plot, the folder of the pictures")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="only this peer, repeatable; by default all installed")] = None,
+    rounds: Annotated[int | None, typer.Option(help="interleaved repetitions of each contestant")] = None,
+    minutes: Annotated[float | None, typer.Option(help="begin no problem after so long; 1 if some are left")] = None,
+    jobs: Annotated[int | None, typer.Option(help="processes that compile ahead; by default one a core")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="BATCHxLENGTHxHEADSxHEAD_DIM, repeatable")] = None,
+    key_len: Annotated[int | None, typer.Option(help="keys, where not as many as queries")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
+    tile: Annotated[list[str] | None, typer.Option(help="also time this tile, such as 128x64x8x2; repeatable")] = None,
+    cell: Annotated[list[str] | None, typer.Option(help="BATCHxKEYS, repeatable")] = None,
+    splits: Annotated[list[int] | None, typer.Option(help="also time so many splits, repeatable")] = None,
+    page: Annotated[list[int] | None, typer.Option(help="page sizes, repeatable; by default 64, 16, 1")] = None,
+    heads: Annotated[int, typer.Option(help="query heads")] = 32,
+    head_dim: Annotated[int, typer.Option(help="elements of a query, key and value row")] = 128,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads; by default prefill as many as heads, decode 8")
+    ] = None,
+):
+    """Times beside those of other attention libraries, in one run on this GPU; 1 if a section has no figures."""
+    console = _console(BENCH_WIDTH)
+    if what and what[0] == "plot":
+        try:
+            from .bench import plots
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "matplotlib":
+                raise
+            raise ToolMissing("bench plot: needs matplotlib: pip install 'fa2_cute[explore]'") from None
+        plots.draw_files([Path(file) for file in what[1:]], out, console)
+        return
+    from .bench import command
+
+    options = command.Options(
+        quick=quick,
+        peer=tuple(peer or ()),
+        rounds=rounds,
+        minutes=minutes,
+        jobs=jobs,
+        out=out,
+        shape=tuple(shape or ()),
+        key_len=key_len,
+        dtype=dtype,
+        tile=tuple(tile or ()),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        cell=tuple(cell or ()),
+        splits=tuple(splits or ()),
+        page=tuple(page) if page else command.decode.PAGES,
+    )
+    command.run(what or (), options, console)
 
 
 @app.command()

@@ -1,0 +1,8 @@
+"""``fa2-cute bench``: times of this library beside those of other attention libraries, in one run on one GPU.
+
+    from pathlib import Path
+    from fa2_cute.bench import results
+    report = results.load(Path("bench/results/2026-11-30-nvidia-h200.json"))
+
+See docs/bench.md. Importing this loads nothing.
+"""
