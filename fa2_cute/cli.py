@@ -92,7 +92,7 @@ def fuzz(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "hypothesis":
             raise
-        raise ToolMissing("fuzz: needs hypothesis, which comes with: pip install 'fa2_cute[test]'") from None
+        raise ToolMissing("fuzz: needs hypothesis, which the extra 'test' brings: pip install -e '.[test]'") from None
     if seed is None:
         seed = random.randrange(2**32)
     if command.run(minutes, seed, str(_device(device)), folder, _console()).failures:
@@ -262,7 +262,9 @@ def bench(
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "matplotlib":
                 raise
-            raise ToolMissing("bench plot: needs matplotlib: pip install 'fa2_cute[explore]'") from None
+            raise ToolMissing(
+                "bench plot: needs matplotlib, which the extra 'explore' brings: pip install -e '.[explore]'"
+            ) from None
         plots.draw_files([Path(file) for file in what[1:]], out, console)
         return
     from .bench import command

@@ -112,9 +112,9 @@ def features_of(words: str) -> Features:
 
 def widths_of(text: str) -> tuple[int, int]:
     """``"128"`` or ``"192x128"`` as (head_dim, value_dim)."""
-    head_dim, _, value_dim = text.partition("x")
+    head_dim, both, value_dim = text.partition("x")
     try:
-        return int(head_dim), int(value_dim or head_dim)
+        return int(head_dim), int(value_dim if both else head_dim)
     except ValueError:
         raise ValueError(f"--head-dim: got {text!r}, takes a number, or HEAD_DIMxVALUE_DIM such as 192x128") from None
 

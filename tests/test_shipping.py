@@ -156,6 +156,9 @@ def test_features_in_words(words, features):
 
 def test_widths_in_words():
     assert (widths_of("96"), widths_of("192x128")) == ((96, 96), (192, 128))
+    for text in ("64x", "x64", "128x64x", "wide", ""):
+        with pytest.raises(ValueError, match="--head-dim: got"):
+            widths_of(text)
 
 
 def test_each_kernel_is_listed_once_and_as_the_architecture_takes_it():

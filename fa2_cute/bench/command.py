@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from rich.markup import escape
 from .. import forward
 from ..explore.command import parse_tile
 from ..explore.space import Point, Workload
+from ..shipping import cores
 from . import (
     compiling,
     decode,
@@ -47,7 +47,6 @@ FOLDER = Path("bench/results")
 MOST_DRIFT = 0.04
 MOST_HOST_DRIFT = 0.10  # a processor's clock and a server's other work move more
 HOST_LOOP = 200_000
-MOST_JOBS = 16
 
 
 class Failed(ValueError):
@@ -158,7 +157,7 @@ def run(what: Sequence[str], options: Options, console: Console) -> Path:
         "host": Load("a loop on one core", "us", 1e-6, host_loop, MOST_HOST_DRIFT),
     }
     jobs = plan.jobs(session, wanted)
-    warming.warm(session, jobs, options.jobs or min(len(os.sched_getaffinity(0)), MOST_JOBS))
+    warming.warm(session, jobs, options.jobs or cores())
 
     date, described = machine.now(), machine.describe(device)
     path = options.out or FOLDER / machine.file_name(date, str(described["device"]))

@@ -50,7 +50,7 @@ def require_tools():
     from . import sass
 
     if importlib.util.find_spec("matplotlib") is None:
-        raise ToolMissing("explore: needs matplotlib, which comes with: pip install 'fa2_cute[explore]'")
+        raise ToolMissing("needs matplotlib, which the extra 'explore' brings: pip install -e '.[explore]'")
     sass.nvdisasm()
 
 

@@ -238,5 +238,7 @@ def nvdisasm() -> str:
     packaged = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/nvdisasm"))
     found = str(packaged[-1]) if packaged else shutil.which("nvdisasm")
     if found is None:
-        raise ToolMissing("nvdisasm: not found; it comes with pip install 'fa2_cute[explore]' or with the CUDA toolkit")
+        raise ToolMissing(
+            "nvdisasm: not found; the extra 'explore' brings it (pip install -e '.[explore]'), as the CUDA toolkit does"
+        )
     return found

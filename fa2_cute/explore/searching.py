@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from .. import jit
 from ..arch import Architecture
+from ..shipping import cores
 from . import binding, model, prune
 from .records import Record, evaluate, method
 from .results import Results
@@ -114,7 +114,7 @@ def _state(point: Point, workload: Workload, arch: Architecture) -> str:
 
 def _evaluated(todo: Sequence[Point], workload: Workload, arch: Architecture, jobs: int | None):
     """Records as they are made, by ``jobs`` processes."""
-    jobs = min(jobs or os.cpu_count() or 1, len(todo))
+    jobs = min(jobs or cores(), len(todo))
     if jobs <= 1:
         with _quiet():
             for point in todo:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from rich.table import Table
 from .. import arch as architectures
 from .. import resources
 from ..arch import Architecture
+from ..shipping import cores
 from . import binding, model, prune, rates, records
 from .command import parse_tile
 from .space import Point, Workload
@@ -132,7 +132,7 @@ def measure_all(
     arch = architectures.by_capability(*torch.cuda.get_device_capability())
     kinds = {(w.head_dim, w.causal): w for w in problems()}
     wanted = [(arch, w, p) for w in kinds.values() for p in tiles(w, arch)]
-    with ProcessPoolExecutor(jobs or os.cpu_count() or 1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs or cores(), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile, *zip(*wanted, strict=True)))
     results = []
     with torch.inference_mode():
@@ -171,7 +171,7 @@ def compare(
     data = json.loads(file.read_text())
     arch = architectures.by_name(data["arch"])
     times = [(Workload(**r["workload"]), r["times"]) for r in data["results"]]
-    model_times = predicted([w for w, _ in times], arch, jobs or os.cpu_count() or 1)
+    model_times = predicted([w for w, _ in times], arch, jobs or cores())
     pairs = [
         Pair(w, parse_tile(name), t["median"], *model_times[w, name])
         for w, measured in times
