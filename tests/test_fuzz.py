@@ -5,6 +5,7 @@ import functools
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -344,11 +345,11 @@ class Stop(BaseException):
     """Ends a campaign from within, as Ctrl-C does."""
 
 
-def drive(campaign: Campaign, cases_drawn: int):
-    """Run ``campaign`` until it has drawn as many cases."""
+def drive(campaign: Campaign, cases_drawn: int, enough: Callable[[], bool] = lambda: True):
+    """Run ``campaign`` until it has drawn as many cases, and there are ``enough``."""
 
     def on_case(campaign):
-        if campaign.drawn >= cases_drawn:
+        if campaign.drawn >= cases_drawn and enough():
             raise Stop
 
     with contextlib.suppress(Stop):
@@ -369,34 +370,47 @@ def test_a_campaign_draws_until_the_time_is_up_and_counts_classes():
     assert set(counts.values()) == set(calls.values())
 
 
-def test_a_campaign_reaches_every_kind_of_everything():
-    campaign = Campaign(seed=1, check=quiet_check)
-    drive(campaign, 6000)
-    kinds = {aspect: set(counted) for aspect, counted in campaign.classes.items()}
-    assert kinds["dtype"] == {"float16", "bfloat16"}
-    assert {"64", "128", "below 64", "below 128", "below 192", "below 256"} <= kinds["head_dim"]
-    assert kinds["value_dim"] == {"equal", "different"}
-    assert kinds["window"] == {
+EVERYTHING = {
+    "dtype": {"float16", "bfloat16"},
+    "head_dim": {"64", "128", "below 64", "below 128", "below 192", "below 256"},
+    "value_dim": {"equal", "different"},
+    "window": {
         "full", "left", "right", "left and right", "causal", "left and causal",
         "causal, offset 0", "causal, offset > 0", "causal, offset < 0",
-    }  # fmt: skip
-    assert kinds["softcap"] == {"none", "tiny", "ordinary", "huge"}
-    assert kinds["alibi"] == {"None", *SLOPES}
-    assert kinds["sink"] == {"None", *SINKS}
-    assert kinds["mask"] == {"None", *MASKS}
-    assert kinds["mask dtype"] == {"none", "bool", "same", "float32"}
-    assert kinds["mask layout"] == {"none", *MASK_LAYOUTS}
-    assert kinds["sequences"] == {
-        "one", "a batch", "packed", "packed, cut", "packed, rows unused", "packed, more than rows"
-    }  # fmt: skip
-    assert kinds["values"] == set(VALUES)
-    assert kinds["scale"] == {
-        "default", "ordinary", "ordinary, negative", "tiny", "tiny, negative", "huge", "zero"
-    }  # fmt: skip
-    assert kinds["query_len"] == {"0", "1", "full tiles", "a tile + 1", "a tile - 1", "other"}
-    assert kinds["key_len"] == {*kinds["query_len"], "long"}
-    assert all(kinds[f"layout of {name}"] == set(LAYOUTS) for name in "qkv")
-    assert {"MHA", "MQA", "GQA 2:1", "GQA 3:1"} <= kinds["heads"]
+    },
+    "softcap": {"none", "tiny", "ordinary", "huge"},
+    "alibi": {"None", *SLOPES},
+    "sink": {"None", *SINKS},
+    "mask": {"None", *MASKS},
+    "mask dtype": {"none", "bool", "same", "float32"},
+    "mask layout": {"none", *MASK_LAYOUTS},
+    "sequences": {"one", "a batch", "packed", "packed, cut", "packed, rows unused", "packed, more than rows"},
+    "values": set(VALUES),
+    "scale": {"default", "ordinary", "ordinary, negative", "tiny", "tiny, negative", "huge", "zero"},
+    "query_len": {"0", "1", "full tiles", "a tile + 1", "a tile - 1", "other"},
+    "key_len": {"0", "1", "full tiles", "a tile + 1", "a tile - 1", "other", "long"},
+    **{f"layout of {name}": set(LAYOUTS) for name in "qkv"},
+    "heads": {"MHA", "MQA", "GQA 2:1", "GQA 3:1"},
+}  # fmt: skip
+OPEN_ENDED = {"head_dim", "heads"}  # more kinds than these may be drawn
+
+
+def test_a_campaign_reaches_every_kind_of_everything():
+    """What a seed draws depends a little on what else the process has imported (hypothesis takes constants from there):
+    the rarest kind may come late."""
+    campaign = Campaign(seed=1, check=quiet_check)
+
+    def missing():
+        return {
+            aspect: kinds - set(campaign.classes.get(aspect, ()))
+            for aspect, kinds in EVERYTHING.items()
+            if kinds - set(campaign.classes.get(aspect, ()))
+        }
+
+    drive(campaign, 4000, lambda: campaign.drawn >= 24_000 or (campaign.drawn % 200 == 0 and not missing()))
+    assert missing() == {}
+    for aspect, kinds in EVERYTHING.items():
+        assert aspect in OPEN_ENDED or set(campaign.classes[aspect]) == kinds
 
 
 def test_the_same_seed_draws_the_same_cases():
