@@ -76,7 +76,8 @@ def _limited(seconds: float):
         raise Hang(f"no end within {seconds} s")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # Again and again: an exception that is raised in a finalizer or callback is lost.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
