@@ -17,6 +17,7 @@ from .cache_spec import VECTOR_BYTES
 from .checks import causal_window_of, has_memory, refuse_gradients
 from .decode import prepare
 from .forward import architecture_of, dense_vector
+from .kept import Kept
 from .launch import Recording, record
 
 _NEW = (
@@ -270,15 +271,13 @@ def _on_device(call: CacheCall, cache_seqlens: int | torch.Tensor | None, x: tor
 
 def _keep(key: tuple, recording: Recording | None):
     if recording is not None:
-        if len(_RECORDINGS) >= MAX_RECORDINGS:
-            _RECORDINGS.clear()
         _RECORDINGS[key] = recording
 
 
-MAX_RECORDINGS = 4096  # some MB; a program with more kinds of calls than that checks some of them again
 PLAIN = {bool, int, float, type(None)}  # of options that a recording is kept for
 TENSORS = {torch.Tensor, torch.nn.Parameter}  # likewise
-_RECORDINGS: dict[tuple, Recording] = {}
+# Some MB; a program with more kinds of calls than that checks some of them again.
+_RECORDINGS: Kept[tuple, Recording] = Kept(4096)
 
 
 def _key(rows: tuple, others: tuple, window, options: tuple) -> tuple | None:

@@ -9,12 +9,12 @@ from . import checks, descale, forward
 from .cache_checks import bytes_of, check_int32, rows_of
 from .decode_checks import Choice, Heads, decide, metadata
 from .decode_spec import DecodeSpec
+from .kept import Kept
 from .launch import Launch
 from .spec import SMALLEST_SCALE
 
 # To check a call and choose for it costs the host several times its launch, and a model makes few different ones.
-MOST_CHOICES = 1024
-_CHOICES: dict[tuple, "Choice"] = {}
+_CHOICES: Kept[tuple, Choice] = Kept(1024)
 
 
 def decode(
@@ -221,8 +221,6 @@ def prepare(
     if choice is None:
         choice = decide(*tensors, cu_seqlens_q, *factors, *options)
         if key is not None:
-            if len(_CHOICES) >= MOST_CHOICES:
-                _CHOICES.clear()
             _CHOICES[key] = choice
     heads = Heads(choice.batch, q.shape[-2])
     scales = [

@@ -26,6 +26,7 @@ from .checks import (
     softcap_of,
     window_of,
 )
+from .kept import Kept
 from .problem import DTYPES, MAX_EXTENT, Problem
 from .spec import CAUSAL, FULL, MAX_GRID_YZ, VECTOR_ELEMENTS, Features, ForwardSpec
 
@@ -177,7 +178,7 @@ def attend(
         plan = SplitPlan(options.softmax_scale, options.window, options.softcap)
         results = plan.run(*inputs, alibi_slopes=alibi_slopes, sink=sink)
         if keep:
-            _keep(key, plan.recorded(*inputs) or plan)
+            _PLANS[key] = plan.recorded(*inputs) or plan
         return results
     out, lse, call = _allocated(problem, options, inputs)
     if problem.key_len == 0 or problem.batch == 0:
@@ -190,7 +191,8 @@ def attend(
         kernel = jit.compiled(call.spec(architecture), architecture)
         launch(kernel, call)
         if keep:
-            _keep(key, KeptPlan(kernel.function, q.get_device(), metadata_of(out), metadata_of(lse), call.values()[5:]))
+            made = metadata_of(out), metadata_of(lse)
+            _PLANS[key] = KeptPlan(kernel.function, q.get_device(), *made, call.values()[5:])
     return out, lse
 
 
@@ -319,19 +321,13 @@ class KeptPlan:
 
 # A view of a freed storage starts at its offset, as if the storage were at 0; none is as large as this.
 FAR = 2**40
-MAX_PLANS = 4096  # a few MB; a program with more shapes than that checks some of them again
-_PLANS: dict[tuple, "KeptPlan | SplitPlan | Recording"] = {}
+# A few MB; a program with more shapes than that checks some of them again.
+_PLANS: Kept[tuple, "KeptPlan | SplitPlan | Recording"] = Kept(4096)
 
 
 def metadata_of(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     """(shape, stride, dtype): what an empty tensor like x is made from."""
     return tuple(x.shape), x.stride(), x.dtype
-
-
-def _keep(key: tuple, plan: "KeptPlan | SplitPlan | Recording"):
-    if len(_PLANS) >= MAX_PLANS:
-        _PLANS.clear()
-    _PLANS[key] = plan
 
 
 def _plan_key(q, k, v, softmax_scale, window, softcap) -> tuple | None:

@@ -1,15 +1,14 @@
 """Fuzzing: cases that say how to repeat them, a judge that notices, campaigns that end, shrink and save."""
 
-import contextlib
 import functools
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from campaigns import drive, drive_until_met
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -341,21 +340,6 @@ def wrong_beyond(limit):
     return wrong
 
 
-class Stop(BaseException):
-    """Ends a campaign from within, as Ctrl-C does."""
-
-
-def drive(campaign: Campaign, cases_drawn: int, enough: Callable[[], bool] = lambda: True):
-    """Run ``campaign`` until it has drawn as many cases, and there are ``enough``."""
-
-    def on_case(campaign):
-        if campaign.drawn >= cases_drawn and enough():
-            raise Stop
-
-    with contextlib.suppress(Stop):
-        campaign.run(600.0, on_case)  # minutes: on a busy machine too it is the number of cases that ends it
-
-
 def test_a_campaign_draws_until_the_time_is_up_and_counts_classes():
     campaign = Campaign(seed=1, check=quiet_check)
     seen = []
@@ -396,19 +380,8 @@ OPEN_ENDED = {"head_dim", "heads"}  # more kinds than these may be drawn
 
 
 def test_a_campaign_reaches_every_kind_of_everything():
-    """What a seed draws depends a little on what else the process has imported (hypothesis takes constants from there):
-    the rarest kind may come late."""
     campaign = Campaign(seed=1, check=quiet_check)
-
-    def missing():
-        return {
-            aspect: kinds - set(campaign.classes.get(aspect, ()))
-            for aspect, kinds in EVERYTHING.items()
-            if kinds - set(campaign.classes.get(aspect, ()))
-        }
-
-    drive(campaign, 4000, lambda: campaign.drawn >= 24_000 or (campaign.drawn % 200 == 0 and not missing()))
-    assert missing() == {}
+    drive_until_met(campaign, EVERYTHING)
     for aspect, kinds in EVERYTHING.items():
         assert aspect in OPEN_ENDED or set(campaign.classes[aspect]) == kinds
 

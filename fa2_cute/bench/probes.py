@@ -16,7 +16,22 @@ VECTORS = 8  # 16-byte loads that a thread has under way
 
 
 @dataclass(frozen=True)
-class MmaRateSpec:
+class _Probe:
+    """Blocks of some warps that share nothing."""
+
+    warps: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class MmaRateSpec(_Probe):
     """Every warp multiplies the same A (rows, 16) and B (columns, 16) in bfloat16, ``rounds * UNROLL`` times, into
     float32 accumulators in registers: C = rounds UNROLL A B^T, exactly, while that is below 2^24.
 
@@ -28,14 +43,6 @@ class MmaRateSpec:
     @property
     def title(self) -> str:
         return "rate of mma.sync"
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def shared_bytes(self) -> int:
-        return 0
 
     @property
     def rows(self) -> int:
@@ -67,7 +74,7 @@ class MmaRateSpec:
 
 
 @dataclass(frozen=True)
-class ReadRateSpec:
+class ReadRateSpec(_Probe):
     """Every thread adds up int32 numbers, 16 bytes at a time, ``VECTORS`` loads under way: x (n,) to sums (threads,).
 
     n: a multiple of ``step(blocks)``.
@@ -78,14 +85,6 @@ class ReadRateSpec:
     @property
     def title(self) -> str:
         return "rate of reading memory"
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def shared_bytes(self) -> int:
-        return 0
 
     def step(self, blocks: int) -> int:
         """Elements that the whole grid reads at once."""

@@ -58,10 +58,7 @@ class Combine:
         lanes, groups = spec.lanes, spec.groups
         tidx, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
-        query_row = index // mO.shape[2]
-        head = index - query_row * mO.shape[2]
-        b = query_row // mO.shape[1]
-        query = query_row - b * mO.shape[1]
+        b, query, head = partial.place_of(mO, index)
         splits = mPartO.shape[0]
 
         smem = cutlass.memory.SmemAllocator()

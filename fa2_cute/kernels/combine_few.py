@@ -78,10 +78,7 @@ class CombineFew:
                 exists = s < splits
                 row_total = cutlass.select_(exists, cute.math.fma(weight, total[s], row_total), row_total)
                 add_part(values, weight, parts[None, s], exists & partial.is_live(m[s], total[s]))
-            query_row = index // mO.shape[2]
-            head = index - query_row * mO.shape[2]
-            b = query_row // mO.shape[1]
-            query = query_row - b * mO.shape[1]
+            b, query, head = partial.place_of(mO, index)
             sink = mSink[head] if cutlass.const_expr(mSink is not None) else None
             inverse, lse = partial.finish_row(largest, row_total, scale_log2, spec.sum_exponent, sink)
             partial.store_output(mO[b, query, head, None], column, values, inverse, spec.output_exponent)

@@ -54,6 +54,14 @@ def finish_row(
     return cutlass.select_(seen, inverse, Float32(0.0)), cutlass.select_(seen, lse * LN_2, unseen)
 
 
+def place_of(mO: cute.Tensor, index: Int32) -> tuple[Int32, Int32, Int32]:
+    """(batch, query, head) of row ``index`` of mO (batch, query_len, heads, value_dim)."""
+    query_row = index // mO.shape[2]
+    head = index - query_row * mO.shape[2]
+    b = query_row // mO.shape[1]
+    return b, query_row - b * mO.shape[1], head
+
+
 @cute.jit
 def store_output(
     mO_row: cute.Tensor,  # (value_dim,)

@@ -8,6 +8,7 @@ from kvcases import CALLS, SETTINGS, Case, make
 
 from fa2_cute import cache_ops
 from fa2_cute.fuzz import check_cache
+from fa2_cute.kept import Kept
 from fa2_cute.kvcache import append_to_kvcache, flash_attn_with_kvcache
 
 CASE = Case(SETTINGS[0], (2, 5, 7), new_len=1, kv_heads=2)
@@ -182,7 +183,7 @@ def test_recordings_hold_no_tensor():
 
 
 def test_not_more_than_so_many_are_kept(monkeypatch):
-    monkeypatch.setattr(cache_ops, "MAX_RECORDINGS", 2)
+    monkeypatch.setattr(cache_ops, "_RECORDINGS", Kept(2))
     for scale in (0.1, 0.2, 0.3):
         flash_attn_with_kvcache(**arguments(CASE, softmax_scale=scale))
     assert recorded() == 1
