@@ -3,6 +3,8 @@
 There is no public way to ask these questions, or it costs several times what the call that asks may cost.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.autograd import forward_ad
 
@@ -21,18 +23,39 @@ def is_unwatched() -> bool:
 
     Every call waits for this, so it asks in the quickest way. torch.compile traces no further than the first question.
     """
-    return not (
-        torch.compiler.is_dynamo_compiling()
-        or _dispatch_modes()
-        or _transform() is not None
-        or _jit_tracing() is not None
-        or _autocast()
-        or forward_ad._current_level >= 0
-    )
+    return likeness_is_all() and _transform() is None and _jit_tracing() is None
 
 
+def likeness_is_all() -> bool:
+    """Whether ``likeness`` of this call's tensors says all that ``is_unwatched`` asks."""
+    # Modes are not all in the keys (fake tensors), nor is autocast's dtype.
+    return not (_compiling() or _dispatch_modes() or _autocast() or forward_ad._current_level >= 0)
+
+
+_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 _jit_tracing, _autocast = torch._C._get_tracing_state, torch._C._is_any_autocast_enabled
+
+
+def likeness(*tensors: torch.Tensor) -> Callable[..., bool]:
+    """``alike(*others)``: whether others are to torch what ``tensors``, strided ones, are now.
+
+    That is their types, dtypes, devices, shapes, strides, ``requires_grad`` and dispatch keys (among those: lazily
+    negated, conjugated, an inference tensor), together with what the thread adds to the keys: inference mode, whether
+    there is autocast, transforms, torch.jit. Not where they start, and not grad mode.
+
+    One question in C++ for a third of what it takes to ask each tensor for its attributes: the guard that torch.compile
+    puts before a graph. A nested tensor among others of the right type would end the process.
+    """
+    if len(set(map(id, tensors))) == len(tensors):
+        return _guard(*tensors)
+    guards = [_guard(x) for x in tensors]  # one guard takes no tensor twice, neither now nor later
+    return lambda *others: all(guard(x) for guard, x in zip(guards, others, strict=True))
+
+
+def _guard(*tensors: torch.Tensor) -> Callable[..., bool]:
+    # None: no extent and no stride may change.
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def any_autocast_is_on() -> bool:

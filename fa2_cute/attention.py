@@ -8,7 +8,7 @@ import numbers
 import torch
 
 from . import forward, ops
-from ._torch_internals import is_unwatched
+from ._torch_internals import likeness_is_all
 from .checks import WHOLE, causal_window_of
 
 
@@ -65,8 +65,9 @@ def flash_attn_func(
     """
     refuse_dropout(dropout_p)
     window, results = causal_window_of(causal, window_size), None
-    if alibi_slopes is learnable_sink is None and is_unwatched():  # as ops.attend asks, and soonest
-        results = forward.attend_again(q, k, v, softmax_scale, window, softcap)
+    wants_lse = return_attn_probs or return_softmax_lse
+    if alibi_slopes is learnable_sink is None and likeness_is_all():  # as ops.attend asks, and soonest
+        results = forward.attend_again(q, k, v, softmax_scale, window, softcap, wants_lse)
     if results is None:
         results = ops.attend_anew(
             q,
@@ -78,7 +79,7 @@ def flash_attn_func(
             alibi_slopes=alibi_slopes,
             sink=learnable_sink,
         )
-    return _results(*results, return_attn_probs, return_softmax_lse)
+    return _results(*results, return_attn_probs, return_softmax_lse) if wants_lse else results[0]
 
 
 def flash_attn_kvpacked_func(

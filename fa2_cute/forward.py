@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import arch, jit, tiling
-from ._torch_internals import EMPTY_STRIDED, current_cuda_device
+from ._torch_internals import EMPTY_STRIDED, current_cuda_device, likeness
 from .arch import Architecture
 from .checks import (
     FLOAT32_MAX,
@@ -155,9 +155,6 @@ def attend(
             (heads, rows). A row that sees no key gives 0 and -inf (or the sink). So does a row of no sequence.
     Raises TypeError (type or dtype), ValueError (shape, stride, device, number), before anything is launched.
     """
-    key = None
-    if alibi_slopes is sink is mask is cu_seqlens_q is cu_seqlens_k is None:
-        key = _plan_key(q, k, v, softmax_scale, window, softcap)
     problem, options, inputs = check(
         q,
         k,
@@ -171,14 +168,16 @@ def attend(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
-    keep = key is not None and q.is_cuda and problem.batch <= MAX_GRID_YZ
+    plain = alibi_slopes is sink is mask is cu_seqlens_q is cu_seqlens_k is None and problem.batch <= MAX_GRID_YZ
+    keep = plain and q.is_cuda and all(type(x) is torch.Tensor for x in (q, k, v))
     # What has been decided on a copy, which lies otherwise, says nothing about the next tensors of these strides.
     keep = keep and all(ours is given for ours, given in zip(inputs, (q, k, v), strict=True))
+    known_by = softmax_scale, window, softcap
     if _is_better_split(problem, options.window, q.device) and _cache_kernels_take(inputs):
         plan = SplitPlan(options.softmax_scale, options.window, options.softcap)
         results = plan.run(*inputs, alibi_slopes=alibi_slopes, sink=sink)
         if keep:
-            _PLANS[key] = plan.recorded(*inputs) or plan
+            _keep(replace(plan, recording=plan.recorded(*inputs)), q, k, v, *known_by)
         return results
     out, lse, call = _allocated(problem, options, inputs)
     if problem.key_len == 0 or problem.batch == 0:
@@ -191,26 +190,83 @@ def attend(
         kernel = jit.compiled(call.spec(architecture), architecture)
         launch(kernel, call)
         if keep:
-            made = metadata_of(out), metadata_of(lse)
-            _PLANS[key] = KeptPlan(kernel.function, q.get_device(), *made, call.values()[5:])
+            no_lse = lse.new_empty((0, 0, 0))
+            made = metadata_of(out), metadata_of(lse), no_lse
+            _keep(KeptPlan(kernel.function, q.get_device(), *made, call.values()[5:]), q, k, v, *known_by)
     return out, lse
 
 
-def attend_again(q, k, v, softmax_scale, window, softcap) -> tuple[torch.Tensor, torch.Tensor] | None:
+def attend_again(
+    q, k, v, softmax_scale, window, softcap, wants_lse: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """What ``attend`` gives, if a call like this one on CUDA tensors has been checked before; else None.
 
     So it is for a tensor of a subclass, and for one that wants a gradient. ``window`` as ``causal_window_of`` gives it:
-    sides that are equal to those of a known call, as False is to 0, are not looked at again.
+    sides that are equal to those of a known call, as False is to 0, are not looked at again. Without ``wants_lse`` the
+    logsumexp may be None: then it has not been allocated, nor written. To be asked where ``likeness_is_all``.
+
+    A call waits for this: each attribute of a tensor costs it a tenth of a microsecond. Where tensors start is the
+    launcher's to refuse; but that would launch on a tensor whose storage has been freed.
     """
-    plan = _PLANS.get(_plan_key(q, k, v, softmax_scale, window, softcap))
-    if plan is None:
+    try:
+        if q.is_nested or k.is_nested or v.is_nested:  # of these ``likeness`` must not be asked
+            return None
+    except AttributeError:  # no tensors
+        return None
+    for scale, sides, cap, is_alike, recent in _recent:
+        # The same number is of the same type; an equal one might not be.
+        if scale is softmax_scale and cap is softcap and sides == window and is_alike(q, k, v):
+            plan = recent
+            break
+    else:
+        plan = _known(q, k, v, softmax_scale, window, softcap)
+        if plan is None:
+            return None
+    near = q.data_ptr() < FAR or k.data_ptr() < FAR or v.data_ptr() < FAR
+    if near and not (has_memory(q) and has_memory(k) and has_memory(v)):
         return None
     try:
-        return plan.run(q, k, v)
+        return plan.run(q, k, v, wants_lse)
     except (TypeError, ValueError):
-        # The launcher looks at dtypes and at the alignment of starts anyway, and launches nothing if they are not what
-        # it was made for: asked again here, they would cost half a microsecond. The general way knows what to do.
+        # The launcher looks at the alignment of starts anyway, and launches nothing if it is not what it was made for:
+        # asked again here, that would cost some tenths of a microsecond. The general way knows what to do.
         return None
+
+
+def _known(q, k, v, softmax_scale, window, softcap) -> "KeptPlan | SplitPlan | None":
+    """The plan for calls like this one, which is then a recent one."""
+    global _recent
+    if not _may_be_known_by(softmax_scale, softcap):
+        return None
+    try:
+        alike = _PLANS.get((q.shape, k.shape, softmax_scale, window, softcap), ())
+    except TypeError:  # what cannot be hashed
+        return None
+    for is_alike, plan in alike:
+        if is_alike(q, k, v):
+            _recent = ((softmax_scale, window, softcap, is_alike, plan), *_recent[: MOST_RECENT - 1])
+            return plan
+    return None
+
+
+def _keep(plan: "KeptPlan | SplitPlan", q, k, v, softmax_scale, window, softcap):
+    """Have ``attend_again`` find ``plan`` for calls like this one: with these options, in torch's present modes."""
+    if not _may_be_known_by(softmax_scale, softcap):
+        return
+    is_alike = likeness(q, k, v)
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        asked = is_alike  # of the tensors alone; in grad mode they are refused
+
+        def is_alike(*tensors: torch.Tensor) -> bool:
+            return not torch.is_grad_enabled() and asked(*tensors)
+
+    family = (q.shape, k.shape, softmax_scale, tuple(window), softcap)
+    _PLANS[family] = ((is_alike, plan), *_PLANS.get(family, ())[: MOST_ALIKE - 1])
+
+
+def _may_be_known_by(softmax_scale, softcap) -> bool:
+    """Whether equality of these says enough: True and 1.0 are equal, but not both are scales."""
+    return type(softcap) is float and (softmax_scale is None or type(softmax_scale) is float)
 
 
 def _is_better_split(problem: Problem, window: tuple[int | None, int | None], device: torch.device) -> bool:
@@ -251,22 +307,27 @@ def _cache_kernels_take(inputs: tuple[torch.Tensor, ...]) -> bool:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """A checked call with few queries: ``decode`` over keys that all exist."""
+    """A checked call with few queries: ``decode`` over keys that all exist. ``recording``: what ``recorded`` gave."""
 
     softmax_scale: float
     window: tuple[int | None, int | None]
     softcap: float
+    recording: "Recording | None" = None
 
     def run(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        wants_lse: bool = True,
         *,
         alibi_slopes: torch.Tensor | None = None,
         sink: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of tensors whose rows start at multiples of 16 bytes."""
+        """(out, lse) of tensors whose rows start at multiples of 16 bytes; lse also for who does not want it, as the
+        splits are combined by theirs."""
+        if self.recording is not None:
+            return self.recording.run(q, k, v)
         from .decode import decode
 
         return decode(
@@ -295,10 +356,11 @@ class SplitPlan:
 
 @dataclass(frozen=True, eq=False)
 class KeptPlan:
-    """What a call of some shapes and strides on a CUDA device needs once those have been checked. Holds no tensor.
+    """What a call of some shapes and strides on a CUDA device needs once those have been checked.
 
     device      its number
     out, lse    (shape, stride, dtype)
+    no_lse      (0, 0, 0) float32, without memory: what the kernel takes where no logsumexp is wanted
     rest        arguments of ``function`` after q, k, v, out and lse
     """
 
@@ -306,54 +368,41 @@ class KeptPlan:
     device: int
     out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
     lse: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    no_lse: torch.Tensor
     rest: tuple
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of tensors like those it was made for, at multiples of 16 bytes."""
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse) of tensors like those it was made for, at multiples of 16 bytes; lse None if not wanted."""
         if self.device != current_cuda_device():
             with torch.cuda.device(self.device):
-                return self.run(q, k, v)
+                return self.run(q, k, v, wants_lse)
         empty = EMPTY_STRIDED["cuda"]
-        out, lse = empty(*self.out), empty(*self.lse)
+        out = empty(*self.out)
+        if not wants_lse:
+            self.function(q, k, v, out, self.no_lse, *self.rest)
+            return out, None
+        lse = empty(*self.lse)
         self.function(q, k, v, out, lse, *self.rest)
         return out, lse
 
 
 # A view of a freed storage starts at its offset, as if the storage were at 0; none is as large as this.
 FAR = 2**40
-# A few MB; a program with more shapes than that checks some of them again.
-_PLANS: Kept[tuple, "KeptPlan | SplitPlan | Recording"] = Kept(4096)
+# Plans by shapes and options, which are quick to look up; then by all else that counts: strides, dtypes, devices and
+# modes, of which a program has few. A few MB; a program with more than that checks some of them again.
+MOST_ALIKE = 32
+_PLANS: Kept[tuple, "tuple[tuple[Callable[..., bool], KeptPlan | SplitPlan], ...]"] = Kept(4096)
+# Plans used of late, with what they are known by: softmax_scale, window, softcap and likeness. To try two of them takes
+# less time than to look up one; two, as many models have two kinds of attention in turn.
+MOST_RECENT = 2
+_recent: tuple[tuple, ...] = ()
 
 
 def metadata_of(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     """(shape, stride, dtype): what an empty tensor like x is made from."""
     return tuple(x.shape), x.stride(), x.dtype
-
-
-def _plan_key(q, k, v, softmax_scale, window, softcap) -> tuple | None:
-    """What the checks of a call without further tensors depend on, if it is one that a plan can be kept for.
-
-    A call waits for this: each attribute of a tensor costs it a tenth of a microsecond. The dtypes of k and v, and
-    where tensors start, are the launcher's to refuse; but that would launch on a tensor whose storage has been freed.
-    Plans are kept for CUDA tensors only, so a device's number tells it from all others.
-    """
-    if not (type(q) is type(k) is type(v) is torch.Tensor and type(softcap) is float and type(window) is tuple):
-        return None
-    if type(softmax_scale) is not float and softmax_scale is not None:
-        return None  # True and 1.0 are one key, but not both are scales
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    device = q.get_device()
-    if k.get_device() != device or v.get_device() != device or q.is_neg() or k.is_neg() or v.is_neg():
-        return None
-    try:
-        shapes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
-        near = q.data_ptr() < FAR or k.data_ptr() < FAR or v.data_ptr() < FAR
-    except RuntimeError:  # sparse tensors have no strides
-        return None
-    if near and not (has_memory(q) and has_memory(k) and has_memory(v)):
-        return None
-    return (device, q.dtype, *shapes, softmax_scale, window, softcap)
 
 
 def check(

@@ -9,7 +9,7 @@ fake implementation are here. A saved graph that holds the operator needs ``impo
 import torch
 
 from . import forward
-from ._torch_internals import any_autocast_is_on, below_autograd, is_unwatched, is_watched, not_compiled
+from ._torch_internals import any_autocast_is_on, below_autograd, is_watched, likeness_is_all, not_compiled
 from .checks import refuse_gradients, sequences_of
 
 _NAMES = ("q", "k", "v", "alibi_slopes", "learnable_sink", "attn_mask")  # what a gradient could flow into
@@ -55,7 +55,7 @@ def attend(
     requires grad while grad mode is on, or one with a forward-mode tangent.
     """
     fast = alibi_slopes is sink is mask is cu_seqlens_q is cu_seqlens_k is block_table is None
-    if fast and is_unwatched():
+    if fast and likeness_is_all():
         results = forward.attend_again(q, k, v, softmax_scale, window, softcap)
         if results is not None:
             return results
@@ -91,8 +91,8 @@ def attend_anew(
     max_seqlen_q: int | None = None,
     **options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attend`` for a caller whom ``forward.attend_again`` had nothing to give, where it can be asked: while torch has
-    no part in the call (``is_unwatched``) and there are no further tensors."""
+    """``attend`` for a caller whom ``forward.attend_again`` had nothing to give, where it can be asked: where
+    ``likeness_is_all`` and there are no further tensors."""
     if _autocast_is_on(q):
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
         if isinstance(mask, torch.Tensor) and mask.dtype in (torch.float16, torch.bfloat16):
@@ -104,7 +104,7 @@ def attend_anew(
     if block_table is not None:
         options |= {"block_table": block_table, "max_seqlen_q": max_seqlen_q}
     if is_eager(q, k, v):
-        asked = is_unwatched()  # not so under autocast, for one: then a call may be known by what q, k, v are now
+        asked = likeness_is_all()  # not so under autocast, for one: then a call may be known by what q, k, v are now
         return (_launch if asked else _launch_again)(q, k, v, window=window, **options)
     return torch.ops.fa2_cute.attend.default(q, k, v, window_left=window[0], window_right=window[1], **options)
 

@@ -104,9 +104,12 @@ def test_writes_every_output_and_nothing_else(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(forward.EMPTY_STRIDED, "cuda", poisoned)
         out, lse = flash_attn_func(q, k, v, causal=True, return_softmax_lse=True)
-    assert len(made) == 2  # the output, the logsumexp, and nothing else
+        assert len(made) == 2  # the output, the logsumexp, and nothing else
+        alone = flash_attn_func(q, k, v, causal=True)
+    assert len(made) == 3  # another output
     assert not out.isnan().any()
     assert not lse.isnan().any()
+    assert torch.equal(alone, out)
     for flat in made:
         assert flat[:guard].isnan().all()
         assert flat[-guard:].isnan().all()

@@ -121,7 +121,7 @@ class Forward:
         mK: cute.Tensor,  # (batch, key_len, kv_heads, head_dim)
         mV: cute.Tensor,  # (batch, key_len, kv_heads, value_dim)
         mO: cute.Tensor,  # (batch, query_len, heads, value_dim)
-        mLSE: cute.Tensor,  # (batch, heads, query_len), float32, natural logarithm
+        mLSE: cute.Tensor,  # (batch, heads, query_len), float32, natural logarithm; or (0, 0, 0): not asked for
         scale_log2: Float32,  # softmax scale times log2(e)
         heads_per_kv_head: Int32,
         window_left: Int32 | None,
@@ -374,7 +374,8 @@ class Forward:
         mLSE_head = inputs.mLSE[work.b, work.head, None]
         cO = cute.make_identity_tensor((spec.tile_m, spec.value_width))
         tOcO = accumulator_rows(tiled_mma.get_slice(tidx).partition_C(cO))
-        if tidx % 4 == 0:  # one of the four lanes of a row
+        # One of the four lanes of a row; where nobody asked for the logsumexp, its tensor has no rows.
+        if (tidx % 4 == 0) & (mLSE_head.shape[0] > 0):
             for r in cutlass.range_constexpr(cute.size(row_lse)):
                 row = work.first_row + tOcO[r, 0][0]
                 if row < work.query_len:
