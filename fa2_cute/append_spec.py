@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .cache_spec import DTYPES, FP8_DTYPES, SCALE_KINDS, scales
+from .cache_spec import DTYPES, FP8_DTYPES, SCALE_KINDS, pair, scales
 from .parameters import Parameter, ScalarParameter, TensorParameter, rows, vector
 
 VECTOR = 8  # elements a thread works on: 16 bytes of a 16-bit type
@@ -67,10 +67,14 @@ class AppendSpec:
 
     @property
     def title(self) -> str:
-        """One line for a person."""
-        rotary = f", rotary {self.rotary_dim}" if self.rotary_dim else ""
-        where = "pages" if self.paged else "a cache"
-        return f"append, {self.dtype}, head_dim {self.head_dim}, to {where} of {self.cache_dtype}{rotary}"
+        """One line for a person, different for each of one architecture."""
+        where = "pages" if self.paged else "an indexed cache" if self.indexed else "a cache"
+        fp8 = self.cache_dtype in FP8_DTYPES
+        factors = f", scales {pair(self.k_descale, self.v_descale)}" if fp8 else ""
+        rotary = f", rotary {self.rotary_dim} by {self.rotary_dtype}" if self.rotary_dim else ""
+        interleaved = " interleaved" if rotary and self.interleaved else ""
+        width = f"head_dim {pair(self.head_dim, self.value_dim)}"
+        return f"append, {self.dtype}, {width}, to {where} of {self.cache_dtype}{factors}{rotary}{interleaved}"
 
     @property
     def threads(self) -> int:

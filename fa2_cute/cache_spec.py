@@ -12,6 +12,11 @@ SCALE_KINDS = {"unit": 0, "sequence": 2, "block": 3}  # of descale.Descale, and 
 BLOCK_TOKENS = 128  # tokens that share a factor in a contiguous cache; a page does in a paged one
 
 
+def pair(of_keys: int | str, of_values: int | str) -> str:
+    """Both in a title: "128", or "192/128" where they differ."""
+    return f"{of_keys}" if of_keys == of_values else f"{of_keys}/{of_values}"
+
+
 def scales(name: str, kind: str) -> TensorParameter | None:
     """Factors (batch, kv_heads), or (rows of the cache, blocks, kv_heads), or none."""
     dimensions = SCALE_KINDS[kind]

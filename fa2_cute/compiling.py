@@ -1,7 +1,10 @@
 """From a specification to code, with the CuTe DSL; needs no GPU."""
 
+import contextlib
+import gc
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,23 @@ from .store import Code
 ENTRY_POINT = "fa2_cute_launch"  # the launcher's name
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without Python's garbage collector, which is as it was afterwards.
+
+    Tracing a kernel makes a million objects that stay until the end; one full collection among them, with torch and the
+    compiler loaded, takes 0.3 s. (Threads that compile at the same time leave it as the first of them found it.)
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collector_paused()
 def compile_code(spec: Any, arch: Architecture, *, source_lines: bool = False) -> Code:
     """The code for ``spec`` (a ``jit.Specification``) on ``arch``; takes some seconds. ``source_lines``: with the
     kernel's lines in it, for who shows where instructions come from."""
@@ -32,6 +52,9 @@ def compile_code(spec: Any, arch: Architecture, *, source_lines: bool = False) -
             spec.build(),
             *arguments,
             make_fake_stream(use_tvm_ffi_env_stream=True),
+            # Only what is exported is used. On a host with such a GPU the compiler would also make a function to call
+            # at once: the launcher's machine code once more, 0.2 s.
+            no_jit_engine=True,
             options=f"--enable-tvm-ffi --gpu-arch {arch.target} {lines}--keep-ptx --keep-cubin --dump-dir {folder}",
         )
         path = Path(folder) / "launcher.o"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arch import KIB
-from .cache_spec import DTYPES, FP8_DTYPES, SCALE_KINDS, VECTOR_BYTES, scales
+from .cache_spec import DTYPES, FP8_DTYPES, SCALE_KINDS, VECTOR_BYTES, pair, scales
 from .parameters import Parameter, ScalarParameter, TensorParameter, vector
 from .spec import MAX_HEAD_DIM, packed_tiles
 
@@ -126,11 +126,15 @@ class DecodeSpec:
 
     @property
     def title(self) -> str:
-        """One line for a person: "decode, bfloat16, head_dim 128, paged, 16 rows"."""
-        width = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
-        cache = f"{self.cache_dtype} cache, " if self.fp8 else ""
-        paged = "paged, " if self.paged else ""
-        return f"decode, {self.dtype}, {cache}head_dim {width}, {paged}{self.tile_m} rows on {self.threads // 32} warps"
+        """One line for a person: "decode, bfloat16, head_dim 128, paged, row mask, 16 rows on 4 warps".
+
+        Tells the kernels of one architecture apart (``overlap`` goes with it)."""
+        words = ["decode", self.dtype, f"head_dim {pair(self.head_dim, self.value_dim)}"]
+        if self.fp8:
+            words.append(f"{self.cache_dtype} cache, scales {pair(self.k_scale, self.v_scale)}")
+        chosen = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is True and f.name != "overlap"]
+        words += [name.replace("_", " ") for name in chosen]
+        return ", ".join([*words, f"{self.tile_m} rows on {self.threads // 32} warps"])
 
     @property
     def fp8(self) -> bool:
@@ -321,8 +325,12 @@ class CombineSpec:
 
     @property
     def title(self) -> str:
-        """One line for a person."""
-        return f"combining {'few ' if self.few else ''}splits, {self.dtype}, value_dim {self.value_dim}"
+        """One line for a person, different for each of one architecture."""
+        sink = ", sink" if self.sink else ""
+        scaled = self.sum_exponent or self.output_exponent
+        exponents = f", exponents {pair(self.sum_exponent, self.output_exponent)}" if scaled else ""
+        few = "few " if self.few else ""
+        return f"combining {few}splits, {self.dtype}, value_dim {self.value_dim}{sink}{exponents}"
 
     @property
     def threads(self) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fa2_cute import arch, cli, flash_attn_func, flash_attn_with_kvcache, jit, shipping, store, tiling
+from fa2_cute.cache_spec import FP8_DTYPES
 from fa2_cute.shipping import Wanted, features_of, widths_of
 from fa2_cute.spec import CAUSAL, FULL, Features
 
@@ -168,6 +169,20 @@ def test_each_kernel_is_listed_once_and_as_the_architecture_takes_it():
         assert len(set(kernels)) == len(kernels)
         of_caches = [spec for spec in kernels if hasattr(spec, "overlap")]
         assert {spec.overlap for spec in of_caches} == {name != "sm_89"}
+
+
+@pytest.mark.parametrize("name", ["sm_89", "sm_90", "sm_120"])
+def test_titles_tell_kernels_apart(name):
+    """All that the options of the command can ask of an architecture."""
+    words = ["full", "causal", "window", "left", "varlen", "softcap", "alibi", "sink", "mask=bool", "mask=float32"]
+    wanted = Wanted(
+        widths=((64, 64), (192, 128)),
+        features=tuple(map(features_of, [*words, "causal+softcap+alibi+sink"])),
+        kvcache=True,
+        cache_dtypes=FP8_DTYPES,
+    )
+    kernels = wanted.specifications(arch.BY_NAME[name])
+    assert len({spec.title for spec in kernels}) == len(kernels) > 1000
 
 
 @pytest.mark.parametrize(

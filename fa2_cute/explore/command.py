@@ -202,6 +202,7 @@ def layouts(
 
     workload = Workload(head_dim, 1, 1, dtype=dtype)
     point = binding.shipped_point(workload, arch) if tile is None else parse_tile(tile)
+    console.print("Tracing the kernel's layouts and drawing them: some 15 seconds.")
     both = [replace(point, swizzle=way) for way in (True, False)]
     versions = [kernel_layouts.extract(binding.spec_of(x, workload, arch)) for x in both]
     shown = versions[0 if swizzle else 1]

@@ -36,30 +36,41 @@ def load_rows(
     thr_copy = copy.tiled.get_slice(tidx)
     tXsX = thr_copy.partition_D(sX)
     tXcX = thr_copy.partition_D(cute.make_identity_tensor(flat_shape(sX)))
+    vectors = make_vectors(rows.mX, tXsX)
+    zeros = None
+    if cutlass.const_expr(zero_past_end):
+        zeros = cute.make_rmem_tensor(vectors.layout, sX.element_type)
+        zeros.fill(0.0)
+    whole, width = _whole_passes(copy, rows.mX), rows.mX.shape[1]
     for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
         row = rows.first + first_row + tXcX[0, i, 0][0]
         for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
-            if cutlass.const_expr(_all_exist(copy, rows.mX, j)) or tXcX[0, i, j][1] < rows.mX.shape[1]:
-                _load_row_vector(copy, rows, row, tXcX[0, i, j][1], tXsX[None, i, j], zero_past_end)
+            if cutlass.const_expr(j < whole) or tXcX[0, i, j][1] < width:
+                _load_vector(copy, vectors, row, rows.end, tXcX[0, i, j][1], tXsX[None, i, j], zeros)
 
 
 @cute.jit
-def _load_row_vector(
-    copy: layouts.RowCopy, rows: Rows, row: Int32, col: Int32, tXsX: cute.Tensor, zero_past_end: cutlass.Constexpr
+def _load_vector(
+    copy: layouts.RowCopy,
+    vectors: "Vectors",
+    row: Int32,
+    end: Int32,
+    col: Int32,
+    tXsX: cute.Tensor,
+    zeros: cute.Tensor | None,
 ):
-    if cutlass.const_expr(zero_past_end):
-        if row < rows.end:
-            cute.copy(copy.tiled, row_vector(rows.mX, row, col, tXsX.shape[0]), tXsX)
+    if cutlass.const_expr(zeros is not None):
+        if row < end:
+            cute.copy_atom_call(copy.tiled, vectors.at(row, col), tXsX)
         else:
-            tXsX.fill(0.0)
+            cute.copy_atom_call(vectors.plain_copy, zeros, tXsX)
     else:
-        cute.copy(copy.tiled, row_vector(rows.mX, cutlass.min(row, rows.end - 1), col, tXsX.shape[0]), tXsX)
+        cute.copy_atom_call(copy.tiled, vectors.at(cutlass.min(row, end - 1), col), tXsX)
 
 
-def _all_exist(copy: layouts.RowCopy, mX: cute.Tensor, j: int) -> bool:
-    """Whether mX has all columns that pass ``j`` over a row covers."""
-    vector = layouts.VECTOR_BYTES * 8 // mX.element_type.width
-    return (j + 1) * copy.lanes * vector <= mX.shape[1]
+def _whole_passes(copy: layouts.RowCopy, mX: cute.Tensor) -> int:
+    """How many passes over a row cover only columns that mX has."""
+    return mX.shape[1] // (copy.lanes * vector_elements(mX))
 
 
 @cute.jit
@@ -120,26 +131,27 @@ def load_tile(ring: Ring, tile: Int32, slot: Int32):
     tXsX = thr_copy.partition_D(ring.sX)
     tXcX = thr_copy.partition_D(cute.make_identity_tensor(flat_shape(ring.sX)))
     tile_n, _ = flat_shape(ring.sX)
+    layout = cute.make_layout((tXsX.shape[0],))
+    whole, width = _whole_passes(ring.copy, ring.rows.mX), ring.rows.mX.shape[1]
     row = ring.rows.first + tile * tile_n + tXcX[0, 0, 0][0]
     for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
         offset = Uint64(Uint32(row + i * ring.copy.rows)) * Uint64(ring.row_bytes)
         address = ring.column + Int64(offset)
         for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
-            if cutlass.const_expr(_all_exist(ring.copy, ring.rows.mX, j)) or tXcX[0, 0, j][1] < ring.rows.mX.shape[1]:
-                _load_vector(ring, address, j, tXsX[None, i, j, slot])
+            if cutlass.const_expr(j < whole) or tXcX[0, 0, j][1] < width:
+                vector = _vector_of_pass(ring, address, j, layout)
+                cute.copy_atom_call(ring.copy.tiled, vector, tXsX[None, i, j, slot])
 
 
-@cute.jit
-def _load_vector(ring: Ring, address: Int64, j: cutlass.Constexpr, tXsX: cute.Tensor):
+def _vector_of_pass(ring: Ring, address: Int64, j: int, layout: cute.Layout) -> cute.Tensor:
     """The vector of pass ``j`` over the columns of the row at ``address``."""
-    dtype = ring.rows.mX.element_type
     pointer = cute.make_ptr(
-        dtype,
+        ring.rows.mX.element_type,
         address + j * ring.copy.lanes * layouts.VECTOR_BYTES,
         cutlass.AddressSpace.gmem,
         assumed_align=layouts.VECTOR_BYTES,
     )
-    cute.copy(ring.copy.tiled, cute.make_tensor(pointer, cute.make_layout((tXsX.shape[0],))), tXsX)
+    return cute.make_tensor(pointer, layout)
 
 
 def flat_shape(sX: cute.Tensor) -> tuple[int, int]:
@@ -147,12 +159,37 @@ def flat_shape(sX: cute.Tensor) -> tuple[int, int]:
     return (cute.size(sX.shape[0]), cute.size(sX.shape[1]))
 
 
-def row_vector(mX: cute.Tensor, row: Int32, col: Int32, shape) -> cute.Tensor:
-    """The 16 bytes of mX (len, cols) at (row, col), shaped as one copy atom's operand."""
-    # The product in 64 bits: row * stride passes 2^31 elements in long or wide tensors.
-    offset = Int64(row) * mX.stride[0] + Int64(col)
-    vector = layouts.VECTOR_BYTES * 8 // mX.element_type.width
-    return cute.make_tensor(mX.iterator + cute.assume(offset, divby=vector), cute.make_layout((shape,)))
+def vector_elements(mX: cute.Tensor) -> int:
+    """Elements of 16 bytes of mX."""
+    return layouts.VECTOR_BYTES * 8 // mX.element_type.width
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """A tensor (len, cols) in global memory, 16 bytes at a time: what all of them share is traced once.
+
+    start, stride   its first element, and elements from one row to the next
+    elements        of one vector; ``layout`` is a vector's as the operand of a copy atom
+    plain_copy      one vector by an ordinary load or store
+    """
+
+    start: cute.Pointer
+    stride: Int64
+    elements: int
+    layout: cute.Layout
+    plain_copy: cute.CopyAtom
+
+    def at(self, row: Int32, col: Int32) -> cute.Tensor:
+        """The vector at (row, col)."""
+        # The product in 64 bits: row * stride passes 2^31 elements in long or wide tensors.
+        offset = Int64(row) * self.stride + Int64(col)
+        return cute.make_tensor(self.start + cute.assume(offset, divby=self.elements), self.layout)
+
+
+def make_vectors(mX: cute.Tensor, tXsX: cute.Tensor) -> Vectors:
+    """Those of mX (len, cols), for copies to or from tXsX (vector, ...), a thread's partition of a tile."""
+    layout = cute.make_layout((tXsX.shape[0],))
+    return Vectors(mX.iterator, mX.stride[0], vector_elements(mX), layout, layouts.vector_atom(mX.element_type))
 
 
 @cute.jit
@@ -162,11 +199,15 @@ def negate_own(copy: layouts.RowCopy, tidx: Int32, sX: cute.Tensor, cols: cutlas
     thr_copy = copy.tiled.get_slice(tidx)
     tXsX = thr_copy.partition_D(sX)
     tXcX = thr_copy.partition_D(cute.make_identity_tensor(flat_shape(sX)))
+    atom = layouts.vector_atom(sX.element_type)
+    rX = cute.make_rmem_tensor((tXsX.shape[0],), sX.element_type)
     for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
         if tXcX[0, 0, j][1] < cols:
             for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-                piece = tXsX[None, i, j]
-                piece.store(-piece.load())
+                vector = tXsX[None, i, j]
+                cute.copy_atom_call(atom, vector, rX)
+                rX.store(-rX.load())
+                cute.copy_atom_call(atom, rX, vector)
 
 
 @cute.jit
@@ -207,16 +248,18 @@ def store_rows(
     warp = cute.arch.make_warp_uniform(tidx // 32)
     tile_rows, cols = flat_shape(sX)
     stripe = (16, cols)
+    whole = _whole_passes(to_global, mX)
     for i in cutlass.range_constexpr(tile_rows // (16 * warps)):
         tXsX = thr_global.partition_S(cute.local_tile(sX, stripe, (i * warps + warp, 0)))
         tXcX = thr_global.partition_S(cute.local_tile(cX, stripe, (i * warps + warp, 0)))
         tXrX = cute.make_rmem_tensor_like(tXsX, dtype)
+        vectors = make_vectors(mX, tXsX)
         cute.copy(to_global.tiled, tXsX, tXrX)
         for r in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
             row = rows.first + first_row + tXcX[0, r, 0][0]
             for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
                 exists = Boolean(row < rows.end)
-                if cutlass.const_expr(not _all_exist(to_global, mX, j)):
+                if cutlass.const_expr(j >= whole):
                     exists = exists & (tXcX[0, 0, j][1] < mX.shape[1])
                 if exists:
-                    cute.copy(to_global.tiled, tXrX[None, r, j], row_vector(mX, row, tXcX[0, r, j][1], tXsX.shape[0]))
+                    cute.copy_atom_call(to_global.tiled, tXrX[None, r, j], vectors.at(row, tXcX[0, r, j][1]))

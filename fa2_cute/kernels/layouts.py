@@ -69,8 +69,12 @@ def async_row_copy(dtype: type[cutlass.Numeric], threads: int, lanes: int) -> Ro
 
 def vector_row_copy(dtype: type[cutlass.Numeric], threads: int, lanes: int) -> RowCopy:
     """Shared memory through registers to global memory, 16 bytes a thread."""
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=VECTOR_BYTES * 8)
-    return row_copy(atom, dtype, threads, lanes)
+    return row_copy(vector_atom(dtype), dtype, threads, lanes)
+
+
+def vector_atom(dtype: type[cutlass.Numeric]) -> cute.CopyAtom:
+    """16 bytes of a thread by one load or store."""
+    return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=VECTOR_BYTES * 8)
 
 
 def ldmatrix_atom(dtype: type[cutlass.Numeric], transpose: bool = False) -> cute.CopyAtom:

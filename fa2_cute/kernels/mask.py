@@ -30,7 +30,8 @@ def apply_mask(visible: Visibility, acc_S: cute.Tensor, tScS: cute.Tensor, n_til
     tScS: (row, key) within the tile for each element of this thread's accumulator.
     """
     rS, cS = accumulator_rows(acc_S), accumulator_rows(tScS)
-    first_key = n_tile * tile_n
+    keys = [cS[0, c][1] for c in range(cute.size(rS.shape[1]))]
+    first_key, unseen = n_tile * tile_n, Float32(-Float32.inf)
     offset = visible.key_len - visible.query_len - first_key
     for r in cutlass.range_constexpr(cute.size(rS.shape[0])):
         row = visible.first_row + cS[r, 0][0]
@@ -39,8 +40,8 @@ def apply_mask(visible: Visibility, acc_S: cute.Tensor, tScS: cute.Tensor, n_til
             end = cutlass.min(end, row + (offset + visible.right) + 1)
         if cutlass.const_expr(visible.left is not None):
             begin = row + (offset - visible.left)
-        for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
-            seen = cS[r, c][1] < end
+        for c in cutlass.range_constexpr(len(keys)):
+            seen = keys[c] < end
             if cutlass.const_expr(visible.left is not None):
-                seen = seen & (cS[r, c][1] >= begin)
-            rS[r, c] = rS[r, c] if seen else -Float32.inf
+                seen = seen & (keys[c] >= begin)
+            rS[r, c] = cutlass.select_(seen, rS[r, c], unseen)
