@@ -1,11 +1,13 @@
 """Layouts out of the kernel's own code: pictures, counts and the emulator say the same, also of a spoiled layout."""
 
 import dataclasses
+import io
 
 import pytest
+from rich.console import Console
 
 from fa2_cute import arch
-from fa2_cute.explore import binding, kernel_layouts, pictures, records
+from fa2_cute.explore import binding, command, kernel_layouts, pictures, records
 from fa2_cute.explore.space import Point, Workload
 
 SM_120 = arch.by_name("sm_120")
@@ -109,3 +111,17 @@ def test_the_shipped_kernel_of_sm_120_has_no_conflicts(head_dim):
 
 def test_point_names_its_spoiling():
     assert Point(64, 32, 4, 2, swizzle=False).name == "64x32x4x2-plain"
+
+
+@pytest.mark.parametrize(("tile", "says"), [(None, "Tracing the kernel's layouts"), ("64by64", "")])
+def test_what_takes_long_is_said_before_and_what_is_wrong_before_that(monkeypatch, tmp_path, tile, says):
+    def refuse(spec):
+        raise ValueError("nothing is traced here")
+
+    monkeypatch.setattr(kernel_layouts, "extract", refuse)
+    console = Console(file=io.StringIO())
+    with pytest.raises(ValueError, match="nothing is traced" if says else "--tile: got '64by64'"):
+        command.layouts(128, SM_120, tile, "bfloat16", tmp_path, True, console)
+    printed = console.file.getvalue()
+    assert printed.startswith(says)
+    assert bool(printed) == bool(says)
