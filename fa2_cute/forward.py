@@ -28,7 +28,7 @@ from .checks import (
 )
 from .kept import Kept
 from .problem import DTYPES, MAX_EXTENT, Problem
-from .spec import CAUSAL, FULL, MAX_GRID_YZ, VECTOR_ELEMENTS, Features, ForwardSpec
+from .spec import CAUSAL, FULL, MAX_GRID_YZ, SMALLEST_SCALE, VECTOR_ELEMENTS, Features, ForwardSpec
 
 if TYPE_CHECKING:
     from .launch import Recording
@@ -95,7 +95,8 @@ class Call:
             problem.heads // problem.kv_heads,
             *options.window,
             softcap or None,
-            min(abs(scale) / softcap, FLOAT32_MAX) if softcap else None,
+            # In float32's range: a factor of 0 would make NaN of a score of -inf.
+            min(max(abs(scale) / softcap, SMALLEST_SCALE), FLOAT32_MAX) if softcap else None,
             options.alibi_slopes,
             options.learnable_sink,
             options.attn_mask,
