@@ -139,6 +139,11 @@ class ForwardSpec:
         return 32 * self.warps
 
     @property
+    def rows_a_warp(self) -> int:
+        """Query rows of one warp, a multiple of 16."""
+        return self.tile_m // self.warps
+
+    @property
     def head_width(self) -> int:
         """Elements of a Q or K row in shared memory; what is beyond head_dim is zero."""
         return self._width(self.head_dim)

@@ -138,7 +138,7 @@ def extract(spec: ForwardSpec) -> KernelLayouts:
             name: SharedTile(name, rows, cols, _chunks(layout, rows, cols, staged=name != "Q"))
             for name, (layout, rows, cols) in shared.items()
         }
-        tiled_mma = products.make_tiled_mma(dtype, spec.warps)
+        tiled_mma = products.make_tiled_mma(dtype, spec.warps, spec.rows_a_warp // 16)
         plain, transposing = layouts.ldmatrix_atom(dtype), layouts.ldmatrix_atom(dtype, transpose=True)
         transposed = layouts.transposed(shared["V"][0], spec.tile_n, spec.value_width, spec.stages)
         accesses = [

@@ -197,6 +197,17 @@ def _steep_logits(case, q, k, v, generator):
     return q, k, v
 
 
+def _huge_octets(case, q, k, v, generator):
+    """Logits that rise along the keys; in every fourth octet of rows so far that a logit times its scale has no bit
+    left for a fraction, in the others by little: one of the four rows that a lane holds of a warp's 32."""
+    huge = (torch.arange(case.query_len) // 8 + case.seed) % 4 == 0
+    q.zero_()
+    k.zero_()
+    q[..., 0] = torch.where(huge, 2.0**15, 2.0**-7)[None, :, None] * math.copysign(1.0, case.scale)
+    k[..., 0] = torch.arange(case.key_len, dtype=torch.float32).clamp(max=500)[:, None] * 2.0**7
+    return q, k, v
+
+
 def _large_values(case, q, k, v, generator):
     """v near the top of the range, under logits that rise: probabilities must not be far above 1 for long."""
     q, k, v = _rising_logits(case, q, k, v, generator)
@@ -288,6 +299,7 @@ _MAKERS = {
     "overflowing_sums": _overflowing_sums,
     "one_large_column": _one_large_column,
     "steep_logits": _steep_logits,
+    "huge_octets": _huge_octets,
     "large_values": _large_values,
     "minus_infinite_keys": _minus_infinite_keys,
     "minus_infinite_tiles": _minus_infinite_tiles,

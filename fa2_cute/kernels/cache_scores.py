@@ -104,7 +104,7 @@ class CacheScores:
         """Scores to probabilities in place, and the row sums; both times powers of two, see decode_spec.py."""
         spec = cutlass.const_expr(self.spec)
         if cutlass.const_expr(spec.mma_dtype == "bfloat16"):
-            softmax.exponentiate(state, state.row_offset, acc_S, scale_log2)
+            softmax.exponentiate(state, acc_S, scale_log2)
         else:
             rS = accumulator_rows(acc_S)
             cS = accumulator_rows(thr_mma.partition_C(cute.make_identity_tensor((spec.tile_m, spec.tile_n))))

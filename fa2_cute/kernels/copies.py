@@ -92,7 +92,7 @@ class Ring:
 
     rows        the sequence's rows of K or V in global memory
     sX          (tile_n, width, stages)
-    column      address in global memory of this thread's first column in row 0, in bytes
+    column      address in global memory of this thread's first vector of key tile 0, in bytes
     row_bytes   from one row to the next
     """
 
@@ -108,9 +108,13 @@ def make_ring(copy: layouts.RowCopy, tidx: Int32, rows: Rows, sX: cute.Tensor) -
     """The ring of ``rows`` in sX (tile_n, width, stages)."""
     element_bytes = rows.mX.element_type.width // 8
     tXcX = copy.tiled.get_slice(tidx).partition_D(cute.make_identity_tensor(flat_shape(sX)))
-    column = rows.mX.iterator.toint() + Int64(tXcX[0, 0, 0][1]) * element_bytes
     # Opaque, or LLVM makes the 64-bit stride of it again, with a shift and a mask for each half of each address.
-    return Ring(copy, tidx, rows, sX, column, opaque(Uint32(rows.mX.stride[0] * element_bytes)))
+    row_bytes = opaque(Uint32(rows.mX.stride[0] * element_bytes))
+    first_row, first_col = tXcX[0, 0, 0]
+    column = rows.mX.iterator.toint() + Int64(first_col) * element_bytes
+    # The thread's own row is in here: what is added for a tile is then the same for all threads.
+    column = column + Int64(Uint64(Uint32(rows.first + first_row)) * Uint64(row_bytes))
+    return Ring(copy, tidx, rows, sX, column, row_bytes)
 
 
 @cute.jit
@@ -124,7 +128,7 @@ def load_last_tile(ring: Ring, tile: Int32, slot: Int32, zero_past_end: cutlass.
 def load_tile(ring: Ring, tile: Int32, slot: Int32):
     """Key tile ``tile``, all of whose rows exist, into ``slot``.
 
-    An address is the 64-bit column plus the product of two 32-bit numbers, row and row_bytes: one wide multiply-add,
+    An address is the 64-bit column plus the product of two 32-bit numbers, rows and row_bytes: one wide multiply-add,
     right for rows of less than 4 GiB.
     """
     thr_copy = ring.copy.tiled.get_slice(ring.tidx)
@@ -133,9 +137,8 @@ def load_tile(ring: Ring, tile: Int32, slot: Int32):
     tile_n, _ = flat_shape(ring.sX)
     layout = cute.make_layout((tXsX.shape[0],))
     whole, width = _whole_passes(ring.copy, ring.rows.mX), ring.rows.mX.shape[1]
-    row = ring.rows.first + tile * tile_n + tXcX[0, 0, 0][0]
     for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-        offset = Uint64(Uint32(row + i * ring.copy.rows)) * Uint64(ring.row_bytes)
+        offset = Uint64(Uint32(tile * tile_n + i * ring.copy.rows)) * Uint64(ring.row_bytes)
         address = ring.column + Int64(offset)
         for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
             if cutlass.const_expr(j < whole) or tXcX[0, 0, j][1] < width:
@@ -249,9 +252,10 @@ def store_rows(
     tile_rows, cols = flat_shape(sX)
     stripe = (16, cols)
     whole = _whole_passes(to_global, mX)
-    for i in cutlass.range_constexpr(tile_rows // (16 * warps)):
-        tXsX = thr_global.partition_S(cute.local_tile(sX, stripe, (i * warps + warp, 0)))
-        tXcX = thr_global.partition_S(cute.local_tile(cX, stripe, (i * warps + warp, 0)))
+    blocks = tile_rows // (16 * warps)
+    for i in cutlass.range_constexpr(blocks):
+        tXsX = thr_global.partition_S(cute.local_tile(sX, stripe, (warp * blocks + i, 0)))
+        tXcX = thr_global.partition_S(cute.local_tile(cX, stripe, (warp * blocks + i, 0)))
         tXrX = cute.make_rmem_tensor_like(tXsX, dtype)
         vectors = make_vectors(mX, tXsX)
         cute.copy(to_global.tiled, tXsX, tXrX)

@@ -229,7 +229,7 @@ class Forward:
         """All of one block's work: rows [first_row, first_row + tile_m) of one head of one sequence."""
         spec = cutlass.const_expr(self.spec)
         shared = self.allocate_shared()
-        shape_O = products.make_tiled_mma(self.dtype, spec.warps).get_slice(tidx)
+        shape_O = self.tiled_mma().get_slice(tidx)
         acc_O = cute.make_rmem_tensor(shape_O.partition_shape_C((spec.tile_m, spec.value_width)), Float32)
         state = softmax.allocate(cute.size(accumulator_rows(acc_O).shape[0]))
         loop = self.mainloop(inputs, shared, tidx, work, state, acc_O)
@@ -240,12 +240,14 @@ class Forward:
         if cutlass.const_expr(spec.reference == "trailing"):
             slack = Float32(0.0) if few else Float32(softmax.RESCALE_SLACK)
             self.follow(loop, slack)
+            softmax.conclude_followed(state, loop.scale)
         else:
             follows = Boolean(few)
             if ~follows:
                 self.keep_first_reference(loop)
                 # Also a barrier: all warps are past their last step, and the rings are free.
-                follows = block_any(~softmax.is_sound(state, acc_O, loop.scale))
+                softmax.conclude_settled(state)
+                follows = block_any(~softmax.is_sound(state, acc_O))
             if follows:
                 self.attend_again(inputs, shared, place.read_again(), work, state, acc_O)
         self.finish(inputs, shared, place.read_again(), work, state, acc_O)
@@ -265,6 +267,7 @@ class Forward:
         loop = self.mainloop(inputs, shared, here.thread, work, state, acc_O)
         self.start(loop)
         self.steps(loop, loop.tiles.end, loop.tiles.begin, "some", Float32(0.0))
+        softmax.conclude_followed(state, loop.scale)
 
     @cute.jit
     def allocate_shared(self) -> Shared:
@@ -302,7 +305,7 @@ class Forward:
         gK = Rows(inputs.mK[work.b, None, kv_head, None], work.key_start, key_end)
         gV = Rows(inputs.mV[work.b, None, kv_head, None], work.key_start, key_end)
         sVt = layouts.transposed(shared.sV, spec.tile_n, spec.value_width, spec.stages)
-        tiled_mma = products.make_tiled_mma(self.dtype, spec.warps)
+        tiled_mma = self.tiled_mma()
         modifiers, softmax_scale = self.modifiers(inputs, work)
         sQ = shared.sQ[None, None, 0]
         return Mainloop(
@@ -323,6 +326,9 @@ class Forward:
             scale=softmax_scale,
             slot=cute.make_rmem_tensor(1, Int32),
         )
+
+    def tiled_mma(self) -> cute.TiledMma:
+        return products.make_tiled_mma(self.dtype, self.spec.warps, self.spec.rows_a_warp // 16)
 
     def row_copy(self, width: int) -> layouts.RowCopy:
         return layouts.async_row_copy(self.dtype, self.spec.threads, self.spec.copy_lanes(width))
@@ -358,12 +364,11 @@ class Forward:
         """Divide by the row sums; write out and logsumexp."""
         spec, tidx = cutlass.const_expr(self.spec), here.thread
         work = self.work_again(inputs, here, work)
-        _, softmax_scale = self.modifiers(inputs, work)
         sink = None
         if cutlass.const_expr(spec.features.sink):
             sink = inputs.mSink[work.head]
-        row_lse = softmax.finish(state, acc_O, softmax_scale, sink)
-        tiled_mma = products.make_tiled_mma(self.dtype, spec.warps)
+        row_lse = softmax.finish(state, acc_O, sink)
+        tiled_mma = self.tiled_mma()
         fence = None  # Q was read once, and barriers have passed since
         if cutlass.const_expr(not spec.query_in_registers):
             fence = cutlass.const_expr("warp" if spec.head_width == spec.value_width else "block")
@@ -411,10 +416,13 @@ class Forward:
 
     @cute.jit
     def keep_first_reference(self, loop: Mainloop):
-        """All steps, the reference being the maximum of the first tile in which a row sees a key."""
+        """All steps, the reference being a row's maximum in the first of them; with a bound on the right, where those
+        are the tiles at the diagonal, the maximum of the first tile in which the row sees a key."""
         tiles = loop.tiles
         self.start(loop)
-        self.steps(loop, tiles.end, tiles.referenced, "some", Float32.inf)
+        slack = Float32.inf if cutlass.const_expr(self.spec.features.right) else Float32(0.0)
+        self.steps(loop, tiles.end, tiles.referenced, "some", slack)
+        softmax.settle(loop.state, loop.scale)
         plain_begin = cutlass.min(tiles.plain_begin, tiles.referenced)
         self.steps(loop, tiles.referenced, plain_begin, "none", None)
         if cutlass.const_expr(self.spec.features.left):
@@ -470,15 +478,60 @@ class Forward:
         cute.arch.cp_async_wait_group(spec.stages - 2)
         # K, V (and Q) of all threads are visible; all warps are past the previous step: its slot is free.
         cute.arch.sync_threads()
+        plain = cutlass.const_expr(masked == "none" and slack is None and loop.modifiers is None)
+        if cutlass.const_expr(plain and spec.query_in_registers):
+            self.attend_in_parts(loop, n_tile, slot)
+        else:
+            self.attend_keys(loop, n_tile, slot, masked, slack)
+        loop.slot[0] = slot + 1 if slot < spec.stages - 1 else Int32(0)
 
-        thr_mma = loop.operands.thr_mma
-        acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((spec.tile_m, spec.tile_n)), Float32)
-        products.multiply_QK(loop.operands, slot, acc_S)
-        # Behind the first MMAs, not ahead of them: the addresses are computed while the tensor cores work.
-        previous = slot - 1 if slot > 0 else Int32(spec.stages - 1)
-        self.load_tile(loop, n_tile - (spec.stages - 1), previous)
-        tScS = thr_mma.partition_C(cute.make_identity_tensor((spec.tile_m, spec.tile_n)))
-        visible = loop.visible
+    @cute.jit
+    def load_next(self, loop: Mainloop, n_tile: Int32, slot: Int32):
+        """Load what the step ``stages - 1`` behind this one needs, in place of the step before.
+
+        Behind a step's first MMAs, not ahead of them: addresses are computed while the tensor cores work, and what
+        arrives does not keep them from K, which they read fastest.
+        """
+        stages = cutlass.const_expr(self.spec.stages)
+        previous = slot - 1 if slot > 0 else Int32(stages - 1)
+        self.load_tile(loop, n_tile - (stages - 1), previous)
+
+    @cute.jit
+    def attend_keys(self, loop: Mainloop, n_tile: Int32, slot: Int32, masked: cutlass.Constexpr, slack: Float32 | None):
+        """The step's work: all keys of the tile at once, as a mask, a maximum and Q's fragments are for all of them.
+
+        A warp whose rows see none of them, as at the diagonal of a causal mask, leaves the tensor cores to others.
+        """
+        spec = cutlass.const_expr(self.spec)
+        operands = loop.operands
+        acc_S = cute.make_rmem_tensor(operands.thr_mma.partition_shape_C((spec.tile_m, spec.tile_n)), Float32)
+        keys = cutlass.const_expr((0, spec.tile_n))
+        if cutlass.const_expr(masked == "none" or not (spec.features.left or spec.features.right)):
+            products.multiply_QK(operands, slot, acc_S, keys)
+            self.load_next(loop, n_tile, slot)
+            self.weigh_values(loop, n_tile, slot, acc_S, masked, slack)
+        else:
+            warp_row = cute.arch.make_warp_uniform(loop.tidx // 32) * spec.rows_a_warp
+            sees = mask.sees_any(loop.visible, warp_row, spec.rows_a_warp, n_tile, spec.tile_n)
+            self.load_next(loop, n_tile, slot)
+            if sees:
+                cute.arch.sync_warp()  # keeps this a branch
+                products.multiply_QK(operands, slot, acc_S, keys)
+                self.weigh_values(loop, n_tile, slot, acc_S, masked, slack)
+
+    @cute.jit
+    def weigh_values(
+        self,
+        loop: Mainloop,
+        n_tile: Int32,
+        slot: Int32,
+        acc_S: cute.Tensor,
+        masked: cutlass.Constexpr,
+        slack: Float32 | None,
+    ):
+        """From the scores of key tile ``n_tile`` to O."""
+        spec, visible = cutlass.const_expr(self.spec), loop.visible
+        tScS = loop.operands.thr_mma.partition_C(cute.make_identity_tensor((spec.tile_m, spec.tile_n)))
         if cutlass.const_expr(loop.modifiers is not None):
             first_key = n_tile * spec.tile_n
             scores.modify(loop.modifiers, acc_S, tScS, visible.first_row, first_key, visible.query_len, visible.key_len)
@@ -488,14 +541,32 @@ class Forward:
             self.mask_if_cut(loop, acc_S, tScS, n_tile)
         if cutlass.const_expr(slack is not None):
             softmax.follow_maximum(loop.state, acc_S, loop.acc_O, loop.scale, slack)
-            row_offset = loop.state.row_offset
-        else:
-            row_offset = softmax.kept_offsets(loop.state, loop.scale)
-        softmax.exponentiate(loop.state, row_offset, acc_S, loop.scale)
+        softmax.exponentiate(loop.state, acc_S, loop.scale)
         rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
-        products.multiply_PV(loop.operands, slot, rP, loop.acc_O)
-        loop.slot[0] = slot + 1 if slot < spec.stages - 1 else Int32(0)
+        products.multiply_PV(loop.operands, slot, rP, loop.acc_O, (0, spec.tile_n))
+
+    @cute.jit
+    def attend_in_parts(self, loop: Mainloop, n_tile: Int32, slot: Int32):
+        """The step's work where there is neither a mask nor a maximum, and Q is at hand: 16 keys at a time.
+
+        The scores of the next keys are asked for before the exponentials of these, and the compiler makes of that a
+        stream of MMAs with exponentials between them. (With Q in shared memory each part would read it again.)
+        """
+        spec = cutlass.const_expr(self.spec)
+        operands, parts = loop.operands, cutlass.const_expr(spec.tile_n // 16)
+        acc_S = cute.make_rmem_tensor(operands.thr_mma.partition_shape_C((spec.tile_m, spec.tile_n)), Float32)
+        rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
+        products.multiply_QK(operands, slot, acc_S, (0, 16))
+        self.load_next(loop, n_tile, slot)
+        for part in cutlass.range_constexpr(parts):
+            keys = cutlass.const_expr((16 * part, 16 * part + 16))
+            if cutlass.const_expr(part + 1 < parts):
+                products.multiply_QK(operands, slot, acc_S, (keys[1], keys[1] + 16))
+            scores_of_part = products.columns(acc_S, 2, keys)
+            softmax.exponentiate(loop.state, scores_of_part, loop.scale)
+            products.columns(rP, 2, keys).store(scores_of_part.load().to(self.dtype))
+            products.multiply_PV(operands, slot, rP, loop.acc_O, keys)
 
     @cute.jit
     def mask_if_cut(self, loop: Mainloop, acc_S: cute.Tensor, tScS: cute.Tensor, n_tile: Int32):

@@ -19,15 +19,21 @@ def smem_layout(rows: int, cols: int, stages: int | None = None, *, swizzle: boo
     Shape ``(rows, cols)``, or ``(rows, cols, stages)`` with ``stages``; cols is a multiple of 32. Without ``swizzle``
     chunks stay where they are, to be seen and measured.
     """
-    atom_cols, bits = (64, 3) if cols % 64 == 0 else (32, 2)
+    width = atom_cols(cols)
+    bits = {64: 3, 32: 2}[width]
     atom = cute.make_composed_layout(
         cute.make_swizzle(bits if swizzle else 0, 3, 3),
         0,
-        cute.make_layout((8, atom_cols), stride=(atom_cols, 1)),
+        cute.make_layout((8, width), stride=(width, 1)),
     )
     if stages is None:
         return cute.tile_to_shape(atom, (rows, cols), (0, 1))
     return cute.tile_to_shape(atom, (rows, cols, stages), (0, 1, 2))
+
+
+def atom_cols(cols: int) -> int:
+    """Elements of a row of the swizzle's atom in a tile of ``cols`` columns."""
+    return 64 if cols % 64 == 0 else 32
 
 
 def transposed(sX: cute.Tensor, rows: int, cols: int, stages: int) -> cute.Tensor:

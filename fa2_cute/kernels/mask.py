@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from .products import accumulator_rows
 
@@ -45,3 +45,15 @@ def apply_mask(visible: Visibility, acc_S: cute.Tensor, tScS: cute.Tensor, n_til
             if cutlass.const_expr(visible.left is not None):
                 seen = seen & (keys[c] >= begin)
             rS[r, c] = cutlass.select_(seen, rS[r, c], unseen)
+
+
+def sees_any(visible: Visibility, first_row: Int32, rows: int, n_tile: Int32, tile_n: int) -> Boolean:
+    """Whether the window lets any of ``rows`` rows, from the query tile's ``first_row`` on, see key tile ``n_tile``."""
+    row = visible.first_row + first_row + (visible.key_len - visible.query_len)
+    first_key = n_tile * tile_n
+    seen = Boolean(True)
+    if visible.right is not None:
+        seen = seen & (row + (rows - 1) + visible.right >= first_key)
+    if visible.left is not None:
+        seen = seen & (row - visible.left < first_key + tile_n)
+    return seen

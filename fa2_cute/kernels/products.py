@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from . import layouts
+from . import fragments, layouts
 
 MMA_SHAPE = (16, 8, 16)  # PTX ISA: mma.sync.m16n8k16, f16 and bf16
 
@@ -17,7 +17,7 @@ class Products:
     """One thread's operands of S = Q K^T and O = P V.
 
     thr_mma             its part of the MMA
-    tSsQ, tSsK, tOsV    what its ldmatrix reads of the shared tiles; the last mode of tSsK and tOsV is the ring slot
+    sQ, sK, sVt         what its ldmatrix reads of the shared tiles
     tSrQ, tSrK, tOrV    MMA operand registers
     steps_QK            steps of 16 elements along the head dimension: zeros beyond are not multiplied
     holds_Q             tSrQ holds all of Q (``load_queries``), else each product reads its fragments again
@@ -28,9 +28,9 @@ class Products:
     copy_Q: cute.TiledCopy
     copy_K: cute.TiledCopy
     copy_V: cute.TiledCopy
-    tSsQ: cute.Tensor
-    tSsK: cute.Tensor
-    tOsV: cute.Tensor
+    sQ: fragments.LaneRows
+    sK: fragments.LaneRows
+    sVt: fragments.LaneRows
     tSrQ: cute.Tensor
     tSrK: cute.Tensor
     tOrV: cute.Tensor
@@ -38,10 +38,13 @@ class Products:
     holds_Q: bool
 
 
-def make_tiled_mma(dtype: type[cutlass.Numeric], warps: int) -> cute.TiledMma:
-    """Warps stacked along the query rows: a row's scores stay within one warp."""
+def make_tiled_mma(dtype: type[cutlass.Numeric], warps: int, blocks_m: int = 1) -> cute.TiledMma:
+    """Warps stacked along the query rows, ``blocks_m`` blocks of 16 rows each: a row's scores stay within one warp, and
+    a warp's rows follow one another."""
+    rows = MMA_SHAPE[0]
+    order = cute.make_layout((rows, warps, blocks_m), stride=(1, rows * blocks_m, rows))
     return cute.make_tiled_mma(
-        warp.MmaF16BF16Op(dtype, Float32, MMA_SHAPE), (warps, 1, 1), permutation_mnk=(16 * warps, 16, 16)
+        warp.MmaF16BF16Op(dtype, Float32, MMA_SHAPE), (warps, 1, 1), permutation_mnk=(order, 16, 16)
     )
 
 
@@ -63,15 +66,17 @@ def partition(
     copy_Q = cute.make_tiled_copy_A(atom, tiled_mma)
     copy_K = cute.make_tiled_copy_B(atom, tiled_mma)
     copy_V = cute.make_tiled_copy_B(atom_transposed, tiled_mma)
+    tile_m, head_width = cute.size(sQ.shape[0]), cute.size(sQ.shape[1])
+    tile_n, value_width = cute.size(sK.shape[0]), cute.size(sVt.shape[0])
     return Products(
         tiled_mma,
         thr_mma,
         copy_Q,
         copy_K,
         copy_V,
-        tSsQ=copy_Q.get_slice(tidx).partition_S(sQ),
-        tSsK=copy_K.get_slice(tidx).partition_S(sK),
-        tOsV=copy_V.get_slice(tidx).partition_S(sVt),
+        sQ=fragments.lane_rows(copy_Q.get_slice(tidx).partition_S(sQ), tile_m, head_width),
+        sK=fragments.lane_rows(copy_K.get_slice(tidx).partition_S(sK), tile_n, head_width),
+        sVt=fragments.lane_rows(copy_V.get_slice(tidx).partition_S(sVt), tile_n, value_width),
         tSrQ=thr_mma.make_fragment_A(thr_mma.partition_A(sQ)),
         tSrK=thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0])),
         tOrV=thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0])),
@@ -83,31 +88,64 @@ def partition(
 @cute.jit
 def load_queries(p: Products):
     """Q from shared memory into tSrQ, where ``multiply_QK`` expects it if ``holds_Q``."""
-    tSrQ_copy = p.copy_Q.retile(p.tSrQ)
     for k in cutlass.range_constexpr(p.steps_QK):
-        cute.copy(p.copy_Q, p.tSsQ[None, None, k], tSrQ_copy[None, None, k])
+        _load_Q(p, k)
 
 
 @cute.jit
-def multiply_QK(p: Products, slot: Int32, acc_S: cute.Tensor):
-    """acc_S = Q K^T with the K tile in ``slot``."""
-    tSrQ_copy, tSrK_copy = p.copy_Q.retile(p.tSrQ), p.copy_K.retile(p.tSrK)
-    acc_S.fill(0.0)
+def multiply_QK(p: Products, slot: Int32, acc_S: cute.Tensor, keys: cutlass.Constexpr):
+    """acc_S = Q K^T for the keys [begin, end) = ``keys`` of the K tile in ``slot``; multiples of 16."""
+    acc = columns(acc_S, 2, keys)
+    acc.fill(0.0)
+    base = p.sK.in_slot(slot)
+    tSrK = columns(p.tSrK, 1, keys)
     for k in cutlass.range_constexpr(p.steps_QK):
         if cutlass.const_expr(not p.holds_Q):
-            cute.copy(p.copy_Q, p.tSsQ[None, None, k], tSrQ_copy[None, None, k])
-        cute.copy(p.copy_K, p.tSsK[None, None, k, slot], tSrK_copy[None, None, k])
-        cute.gemm(p.tiled_mma, acc_S, p.tSrQ[None, None, k], p.tSrK[None, None, k], acc_S)
+            _load_Q(p, k)
+        _load_K(p, base, keys, k)
+        cute.gemm(p.tiled_mma, acc, p.tSrQ[None, None, k], tSrK[None, None, k], acc)
 
 
 @cute.jit
-def multiply_PV(p: Products, slot: Int32, rP: cute.Tensor, acc_O: cute.Tensor):
-    """acc_O += P V with the V tile in ``slot``; P in registers, in accumulator order."""
+def multiply_PV(p: Products, slot: Int32, rP: cute.Tensor, acc_O: cute.Tensor, keys: cutlass.Constexpr):
+    """acc_O += P V for the keys [begin, end) = ``keys`` of the V tile in ``slot``; P in registers, in accumulator
+    order."""
     tOrP = as_operand_A(rP)
-    tOrV_copy = p.copy_V.retile(p.tOrV)
-    for k in cutlass.range_constexpr(cute.size(p.tOrV.shape[2])):
-        cute.copy(p.copy_V, p.tOsV[None, None, k, slot], tOrV_copy[None, None, k])
+    base = p.sVt.in_slot(slot)
+    for k in cutlass.range_constexpr(keys[0] // MMA_SHAPE[2], keys[1] // MMA_SHAPE[2]):
+        _load_V(p, base, k)
         cute.gemm(p.tiled_mma, acc_O, tOrP[None, None, k], p.tOrV[None, None, k], acc_O)
+
+
+# One ldmatrix.x4 fills 16 rows and 16 columns of an operand: a block of Q, or two of K or V that retile puts together.
+
+
+def _load_Q(p: Products, k: int):
+    for m in range(cute.size(p.tSrQ.shape[1])):
+        # The registers of an A operand are in ldmatrix's order (PTX ISA, mma.m16n8k16 and ldmatrix).
+        registers = cute.make_tensor(p.tSrQ[None, m, k].iterator, p.sQ.layout)
+        cute.copy_atom_call(p.copy_Q, p.sQ.at(p.sQ.base, m * 16, k * 16), registers)
+
+
+def _load_K(p: Products, base: Int32, keys: tuple[int, int], k: int):
+    tSrK = p.copy_K.retile(p.tSrK)
+    for key in range(*keys, 16):
+        cute.copy_atom_call(p.copy_K, p.sK.at(base, key, k * 16), tSrK[None, key // 16, k])
+
+
+def _load_V(p: Products, base: Int32, k: int):
+    tOrV = p.copy_V.retile(p.tOrV)
+    for n in range(cute.size(tOrV.shape[1])):
+        cute.copy_atom_call(p.copy_V, p.sVt.at(base, k * 16, n * 16), tOrV[None, n, k])
+
+
+def columns(x: cute.Tensor, mode: int, keys: tuple[int, int]) -> cute.Tensor:
+    """Of a register tensor whose flat mode ``mode`` counts blocks of 8 keys, those of [begin, end) = ``keys``."""
+    begin, end = (key // MMA_SHAPE[1] for key in keys)
+    shape, stride = list(x.layout.shape), list(x.layout.stride)
+    start = x.iterator + begin * stride[mode]
+    shape[mode] = end - begin
+    return cute.make_tensor(start, cute.make_layout(tuple(shape), stride=tuple(stride)))
 
 
 def as_operand_A(rP: cute.Tensor) -> cute.Tensor:

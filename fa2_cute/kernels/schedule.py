@@ -128,12 +128,19 @@ def first_rank(mCu: cute.Tensor, i: Int32, total: Int32, rows_a_query: Int32 | i
     return start_of(mCu, i, total) * rows_a_query // tile_m + i
 
 
+# A row's largest probability has no rounding error if it is the one that the others are relative to. In a row of 512
+# normal logits that is 6% of the RMS error, in one of 1024 5% (measured: 1.083 and 1.054 with references of 32 and 64
+# of 512 keys, 1.052 with 16 of 1024). References of 140 keys, less 1 for every 13 of the row, leave less than 5%.
+REFERENCED_KEYS, FEWER_REFERENCED = 140, 13
+
+
 @dataclass(frozen=True)
 class KeyRange:
     """Key tiles [begin, end) of a query tile; no row sees the rest.
 
     [plain_begin, plain_end)   need no mask: every row sees all their keys
-    referenced                 in the tiles [referenced, end) every row that sees any key sees one
+    referenced                 in the tiles [referenced, end) every row that sees any key sees one; without a bound on
+                               the right it sees as many as a short row's reference should come from
     """
 
     begin: Int32
@@ -171,6 +178,9 @@ def key_range(
     plain_begin = cutlass.min(plain_begin, plain_end)
     # The first row sees keys of the tile that holds its last one; the other rows' last ones come later.
     referenced = cutlass.max(cutlass.max(seen_by_all - 1, Int32(0)) // tile_n, begin)
+    if cutlass.const_expr(window_right is None):
+        wanted = cutlass.max(REFERENCED_KEYS - (end - begin) * tile_n // FEWER_REFERENCED, Int32(1))
+        referenced = cutlass.max(cutlass.max(key_len - wanted, Int32(0)) // tile_n, begin)
     return KeyRange(begin, plain_begin, plain_end, end, referenced)
 
 

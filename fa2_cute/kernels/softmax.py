@@ -7,7 +7,8 @@ trailing    m follows the row maximum, but is raised only when a score exceeds i
             two: ``follow_maximum``. That saves the reduction over the four lanes of a row and the rescaling of O in
             almost every tile. With a slack of 0 m is the maximum, and a row's largest probability exactly 1.
 first       m is the maximum of the first tile in which the row sees a key, and stays: ``follow_maximum`` with an
-            infinite slack, until every row has a reference. Whether that was right ``is_sound`` tells at the end.
+            infinite slack, until every row has a reference, then ``settle``. Whether that was right ``is_sound`` tells
+            at the end.
 """
 
 from dataclasses import dataclass
@@ -50,20 +51,22 @@ class SoftmaxState:
 
     row_ref       reference maximum m of the raw scores, the same on the row's four lanes; -inf: no key seen yet
     row_limit     raw score above which follow_maximum looks at m again: m + slack / c, or -inf: always
-    row_offset    what follow_maximum leaves to be subtracted from x * c: m * c, or 0 where m is -inf or where x comes
-                  as x - m (FUSED_LIMIT)
+    row_offset    what is to be subtracted from x * c: m * c, but after follow_maximum 0 where m is -inf or where x
+                  comes as x - m (FUSED_LIMIT)
     row_sum       this lane's share of the sum of exp2((x - m) * c)
+    row_top       at the end: m as a logit in natural units
     """
 
     row_ref: cute.Tensor
     row_limit: cute.Tensor
     row_offset: cute.Tensor
     row_sum: cute.Tensor
+    row_top: cute.Tensor
 
 
 def allocate(rows: int) -> SoftmaxState:
     """Registers for ``rows`` rows; ``reset`` makes them valid."""
-    return SoftmaxState(*(cute.make_rmem_tensor(rows, Float32) for _ in range(4)))
+    return SoftmaxState(*(cute.make_rmem_tensor(rows, Float32) for _ in range(5)))
 
 
 @cute.jit
@@ -100,44 +103,62 @@ def follow_maximum(state: SoftmaxState, acc_S: cute.Tensor, acc_O: cute.Tensor, 
         _raise_reference(state, row_max, acc_S, acc_O, scale_log2, slack)
 
 
-def _is_fused(ref: Float32, scale_log2: Float32) -> Boolean:
-    """Whether scores of a row may be scaled and taken relative to ``ref`` in one FMA; not without a reference."""
-    offset = ref * scale_log2
+def _is_fused(offset: Float32) -> Boolean:
+    """Whether scores of a row may be scaled and taken relative to ``offset``, m * c, in one FMA; not without a
+    reference."""
     return cute.arch.fmax(offset, -offset) < FUSED_LIMIT
 
 
 def _offset_and_shift(ref: Float32, scale_log2: Float32) -> tuple[Float32, Float32]:
     """What to subtract after and what before scaling a score relative to ``ref``; nothing without a reference."""
-    fused = _is_fused(ref, scale_log2)
+    fused = _is_fused(ref * scale_log2)
     zero = Float32(0.0)
     unfused = (ref != -Float32.inf) & ~fused
     return cutlass.select_(fused, ref * scale_log2, zero), cutlass.select_(unfused, ref, zero)
 
 
 @cute.jit
-def kept_offsets(state: SoftmaxState, scale_log2: Float32) -> cute.Tensor:
-    """What ``exponentiate`` subtracts where references are kept: made of them each time, which costs one
-    multiplication a row and frees a register of each.
+def settle(state: SoftmaxState, scale_log2: Float32):
+    """References change no more: from here on row_offset is m * c in every row, which ``exponentiate``, ``is_sound``
+    and ``conclude_settled`` are content with. So row_ref is let go, a register a row through the loop that matters.
 
-    Rows beyond FUSED_LIMIT, and rows without a reference, come out wrong and unsound (``is_sound``).
+    Probabilities of rows beyond FUSED_LIMIT, and of rows without a reference, come out wrong and unsound.
     """
-    rows = cute.size(state.row_ref)
-    row_offset = cute.make_rmem_tensor(rows, Float32)
-    for r in cutlass.range_constexpr(rows):
-        row_offset[r] = state.row_ref[r] * scale_log2
-    return row_offset
+    for r in cutlass.range_constexpr(cute.size(state.row_ref)):
+        state.row_offset[r] = state.row_ref[r] * scale_log2
 
 
 @cute.jit
-def exponentiate(state: SoftmaxState, row_offset: cute.Tensor, acc_S: cute.Tensor, scale_log2: Float32):
+def conclude_settled(state: SoftmaxState):
+    """After the last step with settled references: row_top, for ``finish``."""
+    for r in cutlass.range_constexpr(cute.size(state.row_top)):
+        state.row_top[r] = state.row_offset[r] * LN_2
+
+
+@cute.jit
+def conclude_followed(state: SoftmaxState, scale_log2: Float32):
+    """After the last step that followed the maximum: row_top, for ``finish``."""
+    scale = scale_log2 * LN_2
+    for r in cutlass.range_constexpr(cute.size(state.row_top)):
+        state.row_top[r] = state.row_ref[r] * scale  # in base 2 the lowest finite logit would become -inf
+
+
+@cute.jit
+def exponentiate(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32):
     """Turn scores into probabilities in place, exp2(score * c - row_offset), and add them to the row sums."""
     rS = accumulator_rows(acc_S)
     for r in cutlass.range_constexpr(cute.size(rS.shape[0])):
-        total = Float32(0.0)
-        for c in cutlass.range_constexpr(cute.size(rS.shape[1])):
-            rS[r, c] = cute.math.exp2(cute.math.fma(rS[r, c], scale_log2, -row_offset[r]), fastmath=True)
-            total = rS[r, c] if c == 0 else total + rS[r, c]
-        state.row_sum[r] = state.row_sum[r] + total
+        state.row_sum[r] = state.row_sum[r] + _exponentiate_row(rS, r, scale_log2, -state.row_offset[r])
+
+
+def _exponentiate_row(rS: cute.Tensor, r: int, scale_log2: Float32, addend: Float32) -> Float32:
+    """The row's probabilities, in place, and their sum."""
+    total = None
+    for c in range(cute.size(rS.shape[1])):
+        probability = cute.math.exp2(cute.math.fma(rS[r, c], scale_log2, addend), fastmath=True)
+        rS[r, c] = probability
+        total = probability if total is None else total + probability
+    return total
 
 
 @cute.jit
@@ -162,7 +183,7 @@ def _raise_reference(
         factor[r] = cute.math.exp2((old - new) * scale_log2, fastmath=True) if seen else Float32(1.0)
         limit = new + cute.arch.rcp_approx(scale_log2) * slack
         state.row_ref[r] = new
-        state.row_limit[r] = limit if _is_fused(new, scale_log2) else -Float32.inf
+        state.row_limit[r] = limit if _is_fused(new * scale_log2) else -Float32.inf
         state.row_offset[r] = offset
         state.row_sum[r] = state.row_sum[r] * factor[r]
         begun = begun | (old != -Float32.inf)
@@ -170,8 +191,9 @@ def _raise_reference(
         cute.arch.sync_warp()  # keeps this a branch
         rO = accumulator_rows(acc_O)
         for r in cutlass.range_constexpr(rows):
+            row_factor = factor[r]
             for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
-                rO[r, c] = rO[r, c] * factor[r]
+                rO[r, c] = rO[r, c] * row_factor
     _shift(state, acc_S, scale_log2)
 
 
@@ -182,7 +204,7 @@ def _shift(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32):
     rows = cute.size(rS.shape[0])
     shifted = Boolean(False)
     for r in cutlass.range_constexpr(rows):
-        shifted = shifted | ~_is_fused(state.row_ref[r], scale_log2)
+        shifted = shifted | ~_is_fused(state.row_ref[r] * scale_log2)
     if cute.arch.vote_any_sync(shifted):
         cute.arch.sync_warp()  # keeps this a branch
         for r in cutlass.range_constexpr(rows):
@@ -192,8 +214,8 @@ def _shift(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32):
 
 
 @cute.jit
-def is_sound(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32) -> Boolean:
-    """Whether references that were taken once have served this thread's rows to the end.
+def is_sound(state: SoftmaxState, acc_O: cute.Tensor) -> Boolean:
+    """Whether references that were taken once, and settled, have served this thread's rows to the end.
 
     They have not where a sum or an output is too large or NaN, in rows beyond FUSED_LIMIT, whose scores must come as
     x - m, and in rows that had only scores of -inf to take one from.
@@ -204,26 +226,27 @@ def is_sound(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32) -> Bo
         zero = Float32(0.0)
         for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
             zero = cute.math.fma(rO[r, c], Float32(0.0), zero)  # NaN if any is not finite
-        fused = _is_fused(state.row_ref[r], scale_log2)
+        fused = _is_fused(state.row_offset[r])
         sound = sound & (zero == 0.0) & (state.row_sum[r] < LARGEST_SUM) & fused
     return sound
 
 
 @cute.jit
-def finish(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32, sink: Float32 | None) -> cute.Tensor:
-    """Divide O by the row sums; return each row's natural logsumexp (rows,), -inf where no key was seen.
+def finish(state: SoftmaxState, acc_O: cute.Tensor, sink: Float32 | None) -> cute.Tensor:
+    """Divide O by the row sums; return each row's natural logsumexp (rows,), -inf where no key was seen. To be called
+    once references are concluded.
 
     sink: one more logit of every row (natural units) that has no value; or None.
     """
     rO = accumulator_rows(acc_O)
     rows = cute.size(rO.shape[0])
     row_lse = cute.make_rmem_tensor(rows, Float32)
-    scale = scale_log2 * LN_2
+    zero = Float32(0.0)
     for r in cutlass.range_constexpr(rows):
         total = quad_sum(state.row_sum[r])
-        top = state.row_ref[r] * scale
+        top = state.row_top[r]
         # A row of NaN scores alone leaves m at -inf, but its sum is NaN and not zero.
-        attended = (state.row_ref[r] != -Float32.inf) | (total != 0.0)
+        attended = (state.row_top[r] != -Float32.inf) | (total != 0.0)
         seen = attended
         factor = Float32(1.0)
         if cutlass.const_expr(sink is not None):
@@ -236,7 +259,7 @@ def finish(state: SoftmaxState, acc_O: cute.Tensor, scale_log2: Float32, sink: F
         lse = top + cute.math.log2(total, fastmath=True) * LN_2
         row_lse[r] = lse if seen else -Float32.inf
         for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
-            rO[r, c] = rO[r, c] * inverse if attended else Float32(0.0)
+            rO[r, c] = cutlass.select_(attended, rO[r, c] * inverse, zero)
     return row_lse
 
 

@@ -57,6 +57,11 @@ _FIELDS = (
     # Every row of one octet of a warp in the same tile, and no row of another octet.
     {"query_len": 64, "key_len": 340, "values": "octet_jumps", "seed": 2},
     {"query_len": 56, "key_len": 340, "values": "octet_jumps", "seed": 7},
+    *(
+        {"query_len": 125, "key_len": key_len, "values": "huge_octets", "seed": seed}
+        for key_len in (200, 330)
+        for seed in (0, 2)
+    ),
     {"query_len": 200, "key_len": 210, "values": "rare_jumps", "heads": 2},
     *({"query_len": 200, "key_len": 390, "values": "rare_jumps", "seed": seed} for seed in (1, 2)),
     *({"query_len": 125, "key_len": 260, "values": "overflowing_sums", "seed": seed} for seed in (0, 1)),

@@ -44,6 +44,7 @@ _UNIFORM = "broadcasts a value that all lanes of the warp have already, to let t
 _BRANCH = "orders no memory: it keeps the compiler from turning the branch into selects"
 _FOUR_SUMS = "1/64 more than 2^123, times the four lanes of a row, is still below the 2^126 that matters"
 _MAXIMUM = "changes the maximum alone: a reference may be another score, and is_sound tells where that was wrong"
+_UNSOUND = "in the pass that keeps its references: rows beyond FUSED_LIMIT are unsound, and their block is done again"
 _NO_DIGITS = "float32 logits beyond 2^26 err by 16 or more: the bounds then allow all that the range of v does"
 _BIT_OF_ZERO = "one more bit of a number in which it is 0, or whose next shift drops it"
 _NO_SIGN = "differs for a scale of 0 alone, which makes nothing of Q and nothing of -Q"
@@ -137,6 +138,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent("opposite", _REPEATED, "lt to ge", "setp.lt.s32", "seen = *"),
     Equivalent("comparison", _REPEATED, "lt to le", "setp.lt.s32", "seen = *"),
     Equivalent("float_constant", _EXTREME_ROWS, "to 1", source="unfused = *"),
+    Equivalent("logic", _UNSOUND, "or to and", "or.pred", "shifted = shifted | *"),
     Equivalent("opposite", _NO_DIGITS, opcode="setp.lt.f32", source="*FUSED_LIMIT*"),
     # control
     Equivalent("comparison", _NO_SIGN, opcode="setp.*.f32", source="if inputs.scale_log2 < 0.0:*"),
@@ -146,7 +148,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent("extremum", _ALL_TILES, "min to max", "min.*", "last_row = *"),
     Equivalent("extremum", _BELOW_ZERO, "relu dropped", "min.relu.s32"),
     Equivalent("guard", _TILES_LEFT, "never", "bra", "if tile >= loop.tiles.begin:"),
-    Equivalent("guard", _KEPT_TILES, "never", "bra", "fused = _is_fused(state.row_ref[[]r], scale_log2)"),
+    Equivalent("guard", _KEPT_TILES, "never", "bra", "fused = _is_fused(state.row_offset[[]r])"),
     Equivalent("guard", _SOME_TILE, "never", "bra", "if *end > loop.tiles.begin:"),
     Equivalent("integer_constant", _SOME_TILE, "-1", "setp.*", "if *end > loop.tiles.begin:"),
     Equivalent("mma_operand", _STILL_ZERO, "C? and C? swapped", source="cute.gemm(p.tiled_mma, acc_O, *"),
