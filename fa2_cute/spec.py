@@ -15,6 +15,10 @@ _SHARED_WIDTHS = (32, 64, 96, 128, 192, 256)
 # A scale of zero becomes the smallest subnormal number: with it every finite score vanishes beside 1 (2^128 of them are
 # 2^-21), while -inf stays -inf, where -inf times 0 would be NaN. Nothing that c meets flushes subnormals.
 SMALLEST_SCALE = 2.0**-149
+# A row's largest probability has no rounding error if it is the one that the others are relative to. In a row of 512
+# normal logits that is 6% of the RMS error, in one of 1024 5% (measured: 1.083 and 1.054 with references of 32 and 64
+# of 512 keys, 1.052 with 16 of 1024). References of 140 keys, less 1 for every 13 of the row, leave less than 5%.
+REFERENCED_KEYS, FEWER_REFERENCED = 140, 13
 VECTOR_ELEMENTS = 8  # 16 bytes of a 16-bit type: what one cp.async moves
 
 

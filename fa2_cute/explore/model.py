@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..spec import FEWER_REFERENCED, REFERENCED_KEYS
 from . import simulate
 from .rates import Rates
 from .sass import ALU, FMA, MUFU, SHARED, TENSOR, UNIFORM
@@ -132,8 +133,8 @@ def step_of(
 def key_tiles(point: Point, workload: Workload, m_tile: int, first_reference: bool) -> tuple[int, int]:
     """(unmasked, masked) key tiles of a query tile, as kernels/schedule.py has them.
 
-    With ``first_reference`` the last tile in which every row sees a key counts as masked, whether the mask cuts it or
-    not: there each row takes its softmax reference.
+    With ``first_reference`` the tiles from which rows take their softmax references count as masked, whether the mask
+    cuts them or not. That a warp skips tiles of which its rows see nothing is not in the model.
     """
     first = m_tile * point.tile_m
     last = min(first + point.tile_m, workload.query_len) - 1
@@ -143,7 +144,10 @@ def key_tiles(point: Point, workload: Workload, m_tile: int, first_reference: bo
         all_see = min(max(first + offset + 1, 0), workload.key_len)
         any_see = min(max(last + offset + 1, 0), workload.key_len)
     end = math.ceil(any_see / point.tile_n)
-    unmasked = min((max(all_see - 1, 0) if first_reference else all_see) // point.tile_n, end)
+    if first_reference:
+        wanted = 1 if workload.causal else max(REFERENCED_KEYS - end * point.tile_n // FEWER_REFERENCED, 1)
+        all_see = max(all_see - wanted, 0)
+    unmasked = min(all_see // point.tile_n, end)
     return unmasked, end - unmasked
 
 
