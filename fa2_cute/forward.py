@@ -209,11 +209,8 @@ def attend_again(
     A call waits for this: each attribute of a tensor costs it a tenth of a microsecond. Where tensors start is the
     launcher's to refuse; but that would launch on a tensor whose storage has been freed.
     """
-    try:
-        if q.is_nested or k.is_nested or v.is_nested:  # of these ``likeness`` must not be asked
-            return None
-    except AttributeError:  # no tensors
-        return None
+    if not (type(q) is type(k) is type(v) is torch.Tensor) or q.is_nested or k.is_nested or v.is_nested:
+        return None  # of nested ones ``likeness`` must not be asked, and of others not even whether they are
     for scale, sides, cap, is_alike, recent in _recent:
         # The same number is of the same type; an equal one might not be.
         if scale is softmax_scale and cap is softcap and sides == window and is_alike(q, k, v):

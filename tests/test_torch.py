@@ -311,6 +311,32 @@ def test_parameters_and_subclasses(quick):
     assert torch.equal(out, flash_attn_func(q, k, v))
 
 
+class Silent(torch.Tensor):
+    """A tensor that only operators may be asked of: none of its attributes."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        if function is torch.Tensor.is_nested.__get__:
+            raise AssertionError("asked whether it is nested")
+        return super().__torch_function__(function, types, arguments, keywords or {})
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_what_is_no_plain_tensor_is_not_looked_into(position):
+    """Symbolic tracing's stand-ins are refused by name; a subclass is left to the operator."""
+    inputs = list(qkv())
+    inputs[position] = inputs[position].as_subclass(Silent)
+    assert torch.equal(flash_attn_func(*inputs).as_subclass(torch.Tensor), flash_attn_func(*qkv()))
+    name = "qkv"[position]
+
+    def call(x):
+        inputs[position] = x
+        return flash_attn_func(*inputs)
+
+    with pytest.raises(TypeError, match=f"^{name}: got Proxy, takes a torch.Tensor"):
+        torch.fx.symbolic_trace(call)
+
+
 def test_threads_at_a_time():
     """Each thread gets its own results: nothing is shared but the kernels."""
     inputs = [qkv(1, 3 + i, 6) for i in range(3)]
