@@ -204,7 +204,8 @@ def attend_again(
 
     So it is for a tensor of a subclass, and for one that wants a gradient. ``window`` as ``causal_window_of`` gives it:
     sides that are equal to those of a known call, as False is to 0, are not looked at again. Without ``wants_lse`` the
-    logsumexp may be None: then it has not been allocated, nor written. To be asked where ``likeness_is_all``.
+    logsumexp may be None: then it has not been allocated, nor written. To be asked where what q, k, v are now is what
+    the kernel is to get: where ``likeness_is_all``, or below all that would still change them.
 
     A call waits for this: each attribute of a tensor costs it a tenth of a microsecond. Where tensors start is the
     launcher's to refuse; but that would launch on a tensor whose storage has been freed.
@@ -212,8 +213,8 @@ def attend_again(
     if not (type(q) is type(k) is type(v) is torch.Tensor) or q.is_nested or k.is_nested or v.is_nested:
         return None  # of nested ones ``likeness`` must not be asked, and of others not even whether they are
     for scale, sides, cap, is_alike, recent in _recent:
-        # The same number is of the same type; an equal one might not be.
-        if scale is softmax_scale and cap is softcap and sides == window and is_alike(q, k, v):
+        same = (scale is softmax_scale or _equal(scale, softmax_scale)) and (cap is softcap or _equal(cap, softcap))
+        if same and sides == window and is_alike(q, k, v):
             plan = recent
             break
     else:
@@ -260,6 +261,11 @@ def _keep(plan: "KeptPlan | SplitPlan", q, k, v, softmax_scale, window, softcap)
 
     family = (q.shape, k.shape, softmax_scale, tuple(window), softcap)
     _PLANS[family] = ((is_alike, plan), *_PLANS.get(family, ())[: MOST_ALIKE - 1])
+
+
+def _equal(known: float | None, given) -> bool:
+    """Whether ``given`` is the same number, and of the same type: True and 1.0 are equal, but not both are scales."""
+    return type(given) is float and known == given
 
 
 def _may_be_known_by(softmax_scale, softcap) -> bool:

@@ -86,7 +86,8 @@ def trace(problem: Problem, seed: int = 0) -> Trace:
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in (query_shape, key_shape, key_shape))
     *_, call = forward.prepare(q, k, v, window=(None, 0 if problem.features.right else None))
     spec = call.spec(arch.TARGET)
-    stats = emulation.run(jit.compiled(spec, arch.TARGET), call.grid(spec), call.values(), counters=True)
+    tiles = forward.key_tiles(problem, spec)
+    stats = emulation.run(jit.compiled(spec, arch.TARGET), call.grid(spec), call.values(), tiles=tiles, counters=True)
     return Trace(problem, spec, stats)
 
 

@@ -11,12 +11,15 @@ from fa2_cute import arch, emulation, forward, jit, tiling
 from fa2_cute.fuzz.judging import judge
 from fa2_cute.spec import CAUSAL, FULL, Features, ForwardSpec
 
-# Each is compiled once: more stages than tiles at some lengths, one warp, tiles of 16, 32, 48 and 64 keys.
+# Each is compiled once: more stages than tiles at some lengths, one warp, tiles of 16, 32, 48 and 64 keys, three blocks
+# of rows a warp, rows of 64 bytes without a swizzle.
 SPECS = [
     ForwardSpec("bfloat16", 64, 64, CAUSAL, 64, 32, 4, 3, "first"),
     ForwardSpec("bfloat16", 64, 40, FULL, 32, 48, 2, 4, "first"),
     ForwardSpec("float16", 64, 64, CAUSAL, 16, 16, 1, 2),
     ForwardSpec("float16", 72, 128, FULL, 64, 64, 2, 2),
+    ForwardSpec("bfloat16", 40, 64, CAUSAL, 48, 48, 1, 2, "first", query_in_registers=True),
+    ForwardSpec("float16", 96, 32, CAUSAL, 32, 32, 2, 2, swizzle=False),
 ]
 
 

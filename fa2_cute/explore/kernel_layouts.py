@@ -1,7 +1,9 @@
 """The layouts of the shipped kernel, evaluated: its own code builds them, the DSL's layout algebra computes them.
 
 Everything here comes out of kernels/layouts.py and kernels/products.py while a function that calls them is traced, as
-the kernel is when it is compiled. Nothing is drawn from memory of what they should be.
+the kernel is when it is compiled. Nothing is drawn from memory of what they should be. (Of ldmatrix the kernel takes a
+lane's first address from CuTe's partition, which is evaluated here for all of them, and gets the others as
+kernels/fragments.py has it; tests hold the two against each other.)
 """
 
 from __future__ import annotations

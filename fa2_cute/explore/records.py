@@ -100,7 +100,7 @@ def loops(kernel: jit.Kernel) -> tuple[sass.Loop, sass.Loop]:
 
 def mmas_a_step(spec) -> int:
     """m16n8k16 products of one warp and step: S = Q K^T and O += P V."""
-    rows = spec.tile_m // 16 // spec.warps
+    rows = spec.rows_a_warp // 16
     return rows * (spec.tile_n // 8 * ((spec.head_dim + 15) // 16) + spec.value_width // 8 * (spec.tile_n // 16))
 
 

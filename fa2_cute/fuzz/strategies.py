@@ -48,6 +48,7 @@ TESTED = (
             ("bfloat16", 64, 64, Features(left=True, right=True, sink=True)),
             ("float16", 256, 256, Features(left=True, right=True, softcap=True)),
             ("bfloat16", 192, 128, CAUSAL),
+            ("bfloat16", 128, 64, Features(left=True)),
             ("bfloat16", 8, 8, Features(alibi=True)),
             ("float16", 80, 80, Features(right=True, softcap=True, alibi=True)),
             ("float16", 96, 40, Features(sink=True, mask="bool")),

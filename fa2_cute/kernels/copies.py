@@ -226,7 +226,8 @@ def store_rows(
 ):
     """Write an fp32 accumulator (tile rows, width) to rows ``first_row ...`` of a sequence of mX (len, cols).
 
-    It passes through sX (tile rows, width), in mX's dtype, to make 16-byte stores of whole lines.
+    It passes through sX (tile rows, width), in mX's dtype, to make 16-byte stores of whole lines. tiled_mma gives each
+    warp rows that follow one another (products.make_tiled_mma): it reads from sX what it has written itself.
 
     fence: whose last reads of that shared memory may still be under way: "warp", if each warp has read nothing but what
     it writes now (Q, as the MMA's A operand), "block", or None.

@@ -13,12 +13,12 @@ tiles that need a causal mask come first and the loop over the others carries no
     O += P V(t)
 
 Which reference m is subtracted is a choice, exact either way (kernels/softmax.py). ``reference="trailing"`` follows the
-row maximum in every tile. ``reference="first"`` takes it once for each row, in the steps that also mask; the loop that
-remains has no maximum, no vote and no branch, and the compiler overlaps exponentials and MMAs freely. Should a later
-score be so much larger that anything overflows, the block finds out at its end and computes everything again, following
-the maximum in one loop that masks where it must: code that is rarely run is kept short, because what it needs is kept
-from the registers of the loop that matters. Blocks of few keys take that loop at once: there the rounding of a row's
-largest probability, which is exactly 1 only relative to the true maximum, would show.
+row maximum in every tile. ``reference="first"`` takes it from the first steps, which also mask; the loop that remains
+has no maximum, no vote and no branch, and the compiler overlaps exponentials and MMAs freely. Should a later score be
+so much larger that anything overflows, the block finds out at its end and computes everything again, following the
+maximum in one loop that masks where it must: code that is rarely run is kept short, because what it needs is kept from
+the registers of the loop that matters. Blocks of few keys take that loop at once: there the rounding of a row's largest
+probability, which is exactly 1 only relative to the true maximum, would show.
 """
 
 from dataclasses import dataclass
@@ -163,7 +163,7 @@ class Forward:
             stream=stream,
             # With 16 rows a warp, as many registers as there are: ptxas aims at three blocks of 128 threads an SM,
             # whose shared memory would not fit, and spills for it. With 32 rows it takes them all in any case.
-            min_blocks_per_mp=1 if spec.tile_m == 16 * spec.warps else 0,
+            min_blocks_per_mp=1 if spec.rows_a_warp == 16 else 0,
         )
 
     @cute.kernel
@@ -245,8 +245,8 @@ class Forward:
             follows = Boolean(few)
             if ~follows:
                 self.keep_first_reference(loop)
-                # Also a barrier: all warps are past their last step, and the rings are free.
                 softmax.conclude_settled(state)
+                # Also a barrier: all warps are past their last step, and the rings are free.
                 follows = block_any(~softmax.is_sound(state, acc_O))
             if follows:
                 self.attend_again(inputs, shared, place.read_again(), work, state, acc_O)
@@ -500,7 +500,9 @@ class Forward:
     def attend_keys(self, loop: Mainloop, n_tile: Int32, slot: Int32, masked: cutlass.Constexpr, slack: Float32 | None):
         """The step's work: all keys of the tile at once, as a mask, a maximum and Q's fragments are for all of them.
 
-        A warp whose rows see none of them, as at the diagonal of a causal mask, leaves the tensor cores to others.
+        A warp whose rows see none of them, as at the diagonal of a causal mask, leaves the tensor cores to others, but
+        not the copies, which are everybody's. They come first there: between two branches S would be kept for, they
+        cost spills in all loops.
         """
         spec = cutlass.const_expr(self.spec)
         operands = loop.operands
@@ -563,9 +565,9 @@ class Forward:
             keys = cutlass.const_expr((16 * part, 16 * part + 16))
             if cutlass.const_expr(part + 1 < parts):
                 products.multiply_QK(operands, slot, acc_S, (keys[1], keys[1] + 16))
-            scores_of_part = products.columns(acc_S, 2, keys)
+            scores_of_part = products.of_keys(acc_S, 2, keys)
             softmax.exponentiate(loop.state, scores_of_part, loop.scale)
-            products.columns(rP, 2, keys).store(scores_of_part.load().to(self.dtype))
+            products.of_keys(rP, 2, keys).store(scores_of_part.load().to(self.dtype))
             products.multiply_PV(operands, slot, rP, loop.acc_O, keys)
 
     @cute.jit

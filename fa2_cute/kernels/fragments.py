@@ -13,12 +13,12 @@ from . import layouts
 class LaneRows:
     """The 16 bytes that this lane names of each ldmatrix of a tile (layouts.smem_layout) or a ring of tiles.
 
-    From one of them to another of the same slot are whole rows, multiples of 8, and whole pairs of chunks. The swizzle
-    xors a chunk's number with bits of its row, and those are the lane's own: so another pair of chunks of the atom is
-    one exclusive-or away, and all else a constant in the instruction. CuTe's own partition keeps two registers and two
-    predicates of a tile for that, and as many more as there are pairs once they are taken out of the loop.
+    From the first of them to another are multiples of 8 rows and 16 columns. The swizzle xors the number of a 16-byte
+    chunk with bits of its row, which are then the lane's own: so other columns of the atom are one exclusive-or away,
+    and all else is a constant in the instruction. CuTe's own partition keeps two registers and two predicates of a tile
+    for that, and as many more as there are such columns once they are taken out of the loop.
 
-    base        shared-memory address of the first of them, in bytes, in slot 0
+    base        shared-memory address of the first of them, in bytes, in slot 0; tiles start at multiples of 128 bytes
     atom_cols   elements of a row of the swizzle's atom
     rows        of the tile
     slot_bytes  from one slot to the next
@@ -36,12 +36,16 @@ class LaneRows:
         """``base`` in ``slot``."""
         return self.base + slot * self.slot_bytes
 
-    def at(self, base: Int32, row: int, col: int) -> cute.Tensor:
-        """The 16 bytes ``row`` rows and ``col`` columns from those at ``base``."""
+    def address(self, base: Int32, row: int, col: int) -> Int32:
+        """Of the 16 bytes ``row`` rows and ``col`` columns from those at ``base``: multiples of 8 and 16."""
         element_bytes = self.dtype.width // 8
         block, col_in_atom = divmod(col, self.atom_cols)
         constant = (block * self.rows + row) * self.atom_cols * element_bytes
-        address = (base ^ col_in_atom * element_bytes) + constant
+        return (base ^ col_in_atom * element_bytes) + constant
+
+    def at(self, base: Int32, row: int, col: int) -> cute.Tensor:
+        """The 16 bytes at ``address``."""
+        address = self.address(base, row, col)
         pointer = cute.make_ptr(self.dtype, address, cutlass.AddressSpace.smem, assumed_align=layouts.VECTOR_BYTES)
         return cute.make_tensor(pointer, self.layout)
 

@@ -39,8 +39,8 @@ class Products:
 
 
 def make_tiled_mma(dtype: type[cutlass.Numeric], warps: int, blocks_m: int = 1) -> cute.TiledMma:
-    """Warps stacked along the query rows, ``blocks_m`` blocks of 16 rows each: a row's scores stay within one warp, and
-    a warp's rows follow one another."""
+    """Warps stacked along the query rows, ``blocks_m`` blocks of 16 rows each (the kernels for KV caches have one): a
+    row's scores stay within one warp, and a warp's rows follow one another."""
     rows = MMA_SHAPE[0]
     order = cute.make_layout((rows, warps, blocks_m), stride=(1, rows * blocks_m, rows))
     return cute.make_tiled_mma(
@@ -94,11 +94,11 @@ def load_queries(p: Products):
 
 @cute.jit
 def multiply_QK(p: Products, slot: Int32, acc_S: cute.Tensor, keys: cutlass.Constexpr):
-    """acc_S = Q K^T for the keys [begin, end) = ``keys`` of the K tile in ``slot``; multiples of 16."""
-    acc = columns(acc_S, 2, keys)
+    """acc_S = Q K^T for the keys [begin, end) = ``keys``, both multiples of 16, of the K tile in ``slot``."""
+    acc = of_keys(acc_S, 2, keys)
     acc.fill(0.0)
     base = p.sK.in_slot(slot)
-    tSrK = columns(p.tSrK, 1, keys)
+    tSrK = of_keys(p.tSrK, 1, keys)
     for k in cutlass.range_constexpr(p.steps_QK):
         if cutlass.const_expr(not p.holds_Q):
             _load_Q(p, k)
@@ -139,8 +139,8 @@ def _load_V(p: Products, base: Int32, k: int):
         cute.copy_atom_call(p.copy_V, p.sVt.at(base, k * 16, n * 16), tOrV[None, n, k])
 
 
-def columns(x: cute.Tensor, mode: int, keys: tuple[int, int]) -> cute.Tensor:
-    """Of a register tensor whose flat mode ``mode`` counts blocks of 8 keys, those of [begin, end) = ``keys``."""
+def of_keys(x: cute.Tensor, mode: int, keys: tuple[int, int]) -> cute.Tensor:
+    """The part of the keys [begin, end) = ``keys`` in a register tensor whose flat mode ``mode`` counts blocks of 8."""
     begin, end = (key // MMA_SHAPE[1] for key in keys)
     shape, stride = list(x.layout.shape), list(x.layout.stride)
     start = x.iterator + begin * stride[mode]

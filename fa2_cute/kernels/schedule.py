@@ -134,7 +134,7 @@ class KeyRange:
 
     [plain_begin, plain_end)   need no mask: every row sees all their keys
     referenced                 in the tiles [referenced, end) every row that sees any key sees one; without a bound on
-                               the right it sees as many as a short row's reference should come from
+                               the right up to as many as references of so many keys should come from
     """
 
     begin: Int32

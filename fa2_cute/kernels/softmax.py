@@ -6,9 +6,9 @@ same quotient, as long as nothing overflows and the largest probability does not
 trailing    m follows the row maximum, but is raised only when a score exceeds it by more than a slack in powers of
             two: ``follow_maximum``. That saves the reduction over the four lanes of a row and the rescaling of O in
             almost every tile. With a slack of 0 m is the maximum, and a row's largest probability exactly 1.
-first       m is the maximum of the first tile in which the row sees a key, and stays: ``follow_maximum`` with an
-            infinite slack, until every row has a reference, then ``settle``. Whether that was right ``is_sound`` tells
-            at the end.
+first       m is the maximum of the row's first keys, and stays: ``follow_maximum`` in the tiles that hold them, then
+            ``settle``. With a slack of 0 that is the maximum of all those tiles, with an infinite one that of the first
+            in which the row sees a key. Whether that was right ``is_sound`` tells at the end.
 """
 
 from dataclasses import dataclass

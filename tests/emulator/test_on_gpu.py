@@ -23,6 +23,13 @@ pytestmark = [
 ]
 FORMS = sorted(".".join(form) for form in SM_90.mma)
 FUNCTIONS = [f"{name}.approx{ftz}.f32" for name in SM_90.functions for ftz in ("", ".ftz")]
+DTYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "f32": torch.float32,
+}
 MANY = settings(max_examples=20, deadline=None)
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -59,6 +66,21 @@ def same_mma(form, a, b, c):
     run(code, [a, b, c, ours], grid=len(a), numerics="sm_90")
     underflow = theirs == ours ^ np.uint32(1 << 31)  # the sign of a sum that is cut to zero is not part of the model
     assert ((theirs == ours) | (underflow & (theirs << np.uint32(1) == 0))).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@MANY
+@given(SEEDS)
+def test_mma_of_normal_numbers(form, seed):
+    """Whose exponents are far from both ends: operands and sums around 1."""
+    shape, *types, _ = form.split(".")
+    generator = torch.Generator().manual_seed(seed)
+    words = []
+    for kind, count in zip((*types, "f32"), REGISTERS[shape], strict=True):
+        dtype = DTYPES[kind]
+        numbers = torch.randn(64, 32, count * 4 // dtype.itemsize, generator=generator).to(dtype)
+        words.append(numbers.view(torch.int32).numpy().view(np.uint32))
+    same_mma(form, *words)
 
 
 NOT_YET = pytest.mark.xfail(reason="differs on an H200 for some operands at the ends of bf16's exponents", strict=False)
