@@ -427,6 +427,8 @@ def check(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, takes a torch.Tensor")
+        if tensor.is_nested:
+            raise TypeError(f"{name}: got a nested tensor, takes one with strides (sequences: flash_attn_varlen_func)")
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     left, right = window_of(window)
     softcap = softcap_of(softcap)

@@ -82,6 +82,11 @@ class sdpa_kernel(TorchFunctionMode):
     torch function inside passes through Python once: about a microsecond.
     """
 
+    def __init__(self, *backends):
+        if backends:
+            raise TypeError(f"sdpa_kernel: got {backends[0]}, takes no backends: every call inside is this package's")
+        super().__init__()
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return _ROUTES.get(func, func)(*args, **(kwargs or {}))
 

@@ -4,7 +4,8 @@ The host keeps lists of pages, lengths and reference counts, and never reads the
 sequences (a shared prefix); who writes to a page that others share gets a copy of it first.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -183,8 +184,8 @@ class PagedKVCache:
         rotary_interleaved as in ``flash_attn_with_kvcache``. Raises OutOfPages before anything is appended, or
         TypeError and ValueError as that does.
         """
-        self.reserve(sequences, k.shape[1])
-        append_to_kvcache(self.k, self.v, k, v, self.lengths(sequences), **self._where(sequences), **rotary)
+        with self._reserved(sequences, k.shape[1]):
+            append_to_kvcache(self.k, self.v, k, v, self.lengths(sequences), **self._where(sequences), **rotary)
         self._grow(sequences, k.shape[1])
 
     def attend(
@@ -202,19 +203,33 @@ class PagedKVCache:
         on. Returns what that function returns. Raises OutOfPages before anything is appended.
         """
         new_len = 0 if k is None else k.shape[1]
-        self.reserve(sequences, new_len)
-        result = flash_attn_with_kvcache(
-            q,
-            self.k,
-            self.v,
-            k,
-            v,
-            cache_seqlens=self.lengths(sequences),
-            **self._where(sequences),
-            **options,
-        )
+        with self._reserved(sequences, new_len):
+            result = flash_attn_with_kvcache(
+                q,
+                self.k,
+                self.v,
+                k,
+                v,
+                cache_seqlens=self.lengths(sequences),
+                **self._where(sequences),
+                **options,
+            )
         self._grow(sequences, new_len)
         return result
+
+    @contextlib.contextmanager
+    def _reserved(self, sequences: Sequence[int], new_tokens: int) -> Iterator[None]:
+        """``reserve`` for a call that may be refused: then the pages that it was given room in are free again."""
+        entries = self._entries_of(sequences)
+        held = [len(entry.pages) for entry in entries]
+        self.reserve(sequences, new_tokens)
+        try:
+            yield
+        except (TypeError, ValueError, NotImplementedError):
+            for entry, pages in zip(entries, held, strict=True):
+                self._release(entry.pages[pages:])
+                del entry.pages[pages:]
+            raise
 
     def lengths(self, sequences: Sequence[int]) -> torch.Tensor:
         """(n,) int32 on the device: tokens of each sequence."""

@@ -115,6 +115,13 @@ class ForwardSpec:
                 f"tile_n: got {self.tile_n}, takes a multiple of 16 and of the {rows_a_pass} rows that "
                 f"{self.threads} threads copy at a time"
             )
+        for width in (self.head_width, self.value_width):
+            rows_a_pass = self.threads // self.copy_lanes(width)
+            if rows_a_pass % 8 and 8 % rows_a_pass:
+                raise ValueError(
+                    f"warps: got {self.warps}, takes as many as copy whole blocks of 8 rows at a time (these: "
+                    f"{rows_a_pass} rows of {width} elements)"
+                )
         if self.reference not in ("trailing", "first"):
             raise ValueError(f"reference: got {self.reference!r}, takes 'trailing' or 'first'")
         if self.reference == "first" and self.dtype != "bfloat16":

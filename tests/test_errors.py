@@ -93,6 +93,14 @@ def test_no_tensor(position, thing):
     refused(TypeError, "qkv"[position], type(thing).__name__, "Tensor", q=given[0], k=given[1], v=given[2])
 
 
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(position):
+    given = list(tensors())
+    given[position] = torch.nested.nested_tensor(list(given[position]))
+    refused(TypeError, "qkv"[position], "a nested tensor", "flash_attn_varlen_func", q=given[0], k=given[1], v=given[2])
+
+
 def test_numpy_arrays():
     q, k, v = (x.numpy() for x in tensors())
     refused(TypeError, "q", "ndarray", q=q, k=k, v=v)

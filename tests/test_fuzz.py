@@ -457,7 +457,8 @@ def rendered(renderable) -> str:
 def test_the_command_ends_with_a_summary_and_its_exit_code(monkeypatch, tmp_path, capsys, failing):
     stand_in = wrong_beyond(10) if failing else quiet_check
     monkeypatch.setattr(command, "Campaign", functools.partial(Campaign, check=stand_in))
-    arguments = ["fuzz", "--minutes", "0.02", "--seed", "4", "--device", "cpu", "--folder", str(tmp_path / "out")]
+    minutes = "0.06" if failing else "0.02"  # until a case is drawn that fails
+    arguments = ["fuzz", "--minutes", minutes, "--seed", "4", "--device", "cpu", "--folder", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     printed = capsys.readouterr().out

@@ -18,6 +18,11 @@ OTHERS = [
     tiling.choose("bfloat16", 128, 128, EVERYTHING, SM_120),
     tiling.choose("float16", 128, 128, Features(mask="float32"), SM_120),
     tiling.choose("float16", 256, 256, EVERYTHING, SM_120),
+    *(
+        tiling.choose("bfloat16", head_dim, head_dim, features, SM_120)
+        for head_dim in (64, 96, 128)
+        for features in (Features(left=True), Features(left=True, right=True))
+    ),
 ]
 # Two on each of the four sub-partitions: the softmax of one runs under the other's tensor-core work.
 LEAST_RESIDENT_WARPS = 8

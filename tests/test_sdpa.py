@@ -248,3 +248,8 @@ def test_gradients_are_refused_in_the_context(routed):
     x = normal(2, 5, 16)
     with fa2_cute.sdpa_kernel(), pytest.raises(NotImplementedError, match="query: got a tensor that requires grad"):
         attention(x, x, x, need_weights=False)
+
+
+def test_the_context_takes_no_backends():
+    with pytest.raises(TypeError, match=r"^sdpa_kernel: got .*, takes no backends"):
+        fa2_cute.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION])

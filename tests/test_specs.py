@@ -95,3 +95,10 @@ def test_every_width_has_a_tile_that_fits(head_dim, value_dim, name, dtype):
     assert value_dim <= spec.value_width
     for width in (spec.head_width, spec.value_width):
         assert width % (8 * spec.copy_lanes(width)) == 0
+
+
+def test_threads_that_copy_pieces_of_swizzled_blocks_are_refused():
+    with pytest.raises(
+        ValueError, match=r"^warps: got 3, takes as many as copy whole blocks of 8 rows .* 12 rows of 64"
+    ):
+        ForwardSpec("bfloat16", 64, 64, FULL, 96, 96, 3, 2)

@@ -155,6 +155,7 @@ def answer(found: Found) -> list[str]:
     best = found.best
     if best is None:
         return ["No point could be evaluated:"] + [f"  {r.point.name}: {r.refusal}" for r in found.records]
+    tied = []
     lines = [f"Which: {best.point.name} ({best.prediction.milliseconds:.3f} ms predicted). Why: {best.prediction.why}."]
     if best.measured is None:
         limit = (1 + model.TIE) * min(r.prediction.milliseconds for r in found.records if r.refusal is None)
@@ -165,7 +166,9 @@ def answer(found: Found) -> list[str]:
                 "these it takes one without spills, with the most query rows."
             )
     shipped = next((r for r in found.records if r.point == found.shipped and r.refusal is None), None)
-    if shipped is not None and shipped is not best:
+    if shipped is not best and shipped in tied:
+        lines.append(f"A call runs {shipped.point.name} today, which is one of these.")
+    elif shipped is not None and shipped is not best:
         measured = best.measured and shipped.measured
         ratio = (
             shipped.measured["median"] / best.measured["median"]

@@ -508,7 +508,9 @@ class Forward:
         operands = loop.operands
         acc_S = cute.make_rmem_tensor(operands.thr_mma.partition_shape_C((spec.tile_m, spec.tile_n)), Float32)
         keys = cutlass.const_expr((0, spec.tile_n))
-        if cutlass.const_expr(masked == "none" or not (spec.features.left or spec.features.right)):
+        at_an_edge = cutlass.const_expr(masked != "none" and (spec.features.left or spec.features.right))
+        # Not at the left edge of a pass that keeps its references: beside the plain loop that costs spills.
+        if cutlass.const_expr(not at_an_edge or slack is None):
             products.multiply_QK(operands, slot, acc_S, keys)
             self.load_next(loop, n_tile, slot)
             self.weigh_values(loop, n_tile, slot, acc_S, masked, slack)

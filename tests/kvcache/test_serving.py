@@ -245,3 +245,23 @@ def test_no_call_while_a_graph_is_captured(monkeypatch):
     assert (cache.pages_of(first), cache.free_pages, cache.length(first)) == (owned, free, 3)
     cache.k = pages
     cache.reserve([first], 9)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        (None, torch.zeros(1, 5, 1, 8), torch.zeros(1, 5, 1, 16)),
+        (None, torch.zeros(1, 5, 2, 8).bfloat16(), torch.zeros(1, 5, 2, 16).bfloat16()),
+        (torch.zeros(1, 5, 3, 8), torch.zeros(1, 5, 1, 8).bfloat16(), torch.zeros(1, 5, 1, 16).bfloat16()),
+    ],
+    ids=["dtype", "heads", "queries"],
+)
+def test_a_refused_call_keeps_no_page(q, k, v):
+    cache = small_cache()
+    name = cache.allocate()
+    append(cache, [name], [[1, 2, 3]])
+    pages, free = cache.pages_of(name), cache.free_pages
+    call = (cache.append, [name], k, v) if q is None else (cache.attend, [name], q, k, v)
+    with pytest.raises((TypeError, ValueError)):
+        call[0](*call[1:])
+    assert (cache.pages_of(name), cache.free_pages, cache.length(name)) == (pages, free, 3)
