@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 
 from fa2_cute import arch, demo, flash_attn_func, forward, jit, reference, resources, tiling
+from fa2_cute.explore import tuning
 from fa2_cute.fuzz import Case, check
 from fa2_cute.fuzz.bounds import FP32
-from fa2_cute.fuzz.judging import check_tensors
+from fa2_cute.fuzz.judging import check_tensors, judge
 from fa2_cute.fuzz.layouts import LAYOUTS, far_apart
 from fa2_cute.fuzz.strategies import cases
 from fa2_cute.fuzz.values import VALUES
@@ -259,6 +260,18 @@ def test_kernels_of_this_gpu_fit_and_run():
     for spec in tiling.shipped(architecture):
         used = resources.usage(jit.compiled(spec, architecture))
         assert used.blocks_per_sm >= 1
+
+
+def test_a_tuned_tile_is_what_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv(forward.TUNING, str(tmp_path / "tuning.json"))
+    tile = {"tile_m": 64, "tile_n": 32, "warps": 4, "stages": 2, "query_in_registers": True}
+    kind = tuning.ProblemClass("bfloat16", 128, 128, True)
+    tuning.apply(tile, kind, torch.cuda.get_device_name(), "a test")
+    q, known = normal(2, 333, 4, 128), set(jit._KERNELS)
+    out, lse = flash_attn_func(q, q, q, causal=True, return_softmax_lse=True)
+    (made,) = [spec for spec, _ in set(jit._KERNELS) - known]
+    assert {name: getattr(made, name) for name in tile} == tile
+    judge(q, q, q, out, lse, softmax_scale=None, causal=True, what="the tuned tile")
 
 
 def test_demo():

@@ -1,9 +1,13 @@
 """The user's tuning file."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from fa2_cute import arch, forward
 from fa2_cute.explore import tuning
 from fa2_cute.explore.space import Point
 from fa2_cute.explore.tuning import ProblemClass
@@ -67,3 +71,20 @@ def test_applying_needs_a_name(monkeypatch):
 
 def test_a_point_is_written_as_fields_of_the_specification():
     assert tuning.tile_of(Point(64, 32, 4, 2)).items() >= TILE.items()
+
+
+def test_a_call_on_such_a_device_runs_the_tile(file, monkeypatch):
+    """The device alone is made up: what chooses is what every call goes through."""
+    x, hopper = torch.zeros(1, 4, 1, 128, dtype=torch.bfloat16), arch.by_name("sm_90")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: CARD)
+    tuning.apply(TILE, CAUSAL, CARD, "")
+
+    def chosen(right, on_card):
+        call = forward.prepare(x, x, x, window=(None, right))[2]
+        card = (SimpleNamespace(device=torch.device("cuda", 0)), *call.tensors[1:])
+        return (replace(call, tensors=card) if on_card else call).spec(hopper)
+
+    assert chosen(0, True) == replace(chosen(0, False), **TILE) != chosen(0, False)
+    assert chosen(None, True) == chosen(None, False)
+    monkeypatch.delenv(tuning.VARIABLE)
+    assert chosen(0, True) == chosen(0, False)
