@@ -269,7 +269,7 @@ def _equal(known: float | None, given) -> bool:
 
 
 def _may_be_known_by(softmax_scale, softcap) -> bool:
-    """Whether equality of these says enough: True and 1.0 are equal, but not both are scales."""
+    """Whether plans may be looked up by these, which finds equal ones of any type (``_equal``)."""
     return type(softcap) is float and (softmax_scale is None or type(softmax_scale) is float)
 
 

@@ -151,9 +151,7 @@ class PagedKVCache:
         _check_count("length", length, 0)
         if length > entry.length:
             raise ValueError(f"length: got {length}, takes at most the {entry.length} tokens of sequence {sequence}")
-        keep = -(-length // self.page_size)
-        self._release(entry.pages[keep:])
-        del entry.pages[keep:]
+        self._cut(entry, -(-length // self.page_size))
         entry.length = length
 
     def free(self, sequence: int):
@@ -227,9 +225,13 @@ class PagedKVCache:
             yield
         except (TypeError, ValueError, NotImplementedError):
             for entry, pages in zip(entries, held, strict=True):
-                self._release(entry.pages[pages:])
-                del entry.pages[pages:]
+                self._cut(entry, pages)
             raise
+
+    def _cut(self, entry: _Entry, pages: int):
+        """Give back what an entry has beyond its first ``pages`` pages."""
+        self._release(entry.pages[pages:])
+        del entry.pages[pages:]
 
     def lengths(self, sequences: Sequence[int]) -> torch.Tensor:
         """(n,) int32 on the device: tokens of each sequence."""

@@ -166,9 +166,11 @@ def answer(found: Found) -> list[str]:
                 "these it takes one without spills, with the most query rows."
             )
     shipped = next((r for r in found.records if r.point == found.shipped and r.refusal is None), None)
-    if shipped is not best and shipped in tied:
+    if shipped is best:
+        lines.append("It is what a call runs today.")
+    elif shipped in tied:
         lines.append(f"A call runs {shipped.point.name} today, which is one of these.")
-    elif shipped is not None and shipped is not best:
+    elif shipped is not None:
         measured = best.measured and shipped.measured
         ratio = (
             shipped.measured["median"] / best.measured["median"]
@@ -180,8 +182,6 @@ def answer(found: Found) -> list[str]:
             f"{'measured' if measured else 'predicted'} {ratio - 1:.1%} slower: "
             f"{shipped.prediction.why}."
         )
-    elif shipped is best:
-        lines.append("It is what a call runs today.")
     lines.append(f"{len(found.refused)} points were refused without compiling; the report has each reason.")
     return lines
 

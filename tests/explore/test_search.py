@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -207,3 +208,22 @@ def test_a_method_that_changes_makes_old_results_stale(workload, point, monkeypa
     monkeypatch.setattr(searching, "method", lambda: "other")
     assert searching._state(point, workload, SM_120) != before
     assert records.method() in before
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "says"),
+    [
+        (None, "It is what a call runs today."),
+        (1.01, "A call runs shipped today, which is one of these."),
+        (1.5, "A call runs shipped today, predicted 50.0% slower: it waits."),
+    ],
+)
+def test_the_answer_names_what_a_call_runs(milliseconds, says):
+    def record(name, time):
+        prediction = SimpleNamespace(milliseconds=time, why="it waits")
+        return SimpleNamespace(point=SimpleNamespace(name=name), prediction=prediction, measured=None, refusal=None)
+
+    best = record("best", 1.0)
+    shipped = best if milliseconds is None else record("shipped", milliseconds)
+    found = SimpleNamespace(best=best, records=[best, shipped], shipped=shipped.point, refused=[])
+    assert command.answer(found)[-2] == says
