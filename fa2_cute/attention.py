@@ -78,6 +78,7 @@ def flash_attn_func(
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             sink=learnable_sink,
+            wants_lse=wants_lse,
         )
     return _results(*results, return_attn_probs, return_softmax_lse) if wants_lse else results[0]
 
@@ -102,7 +103,8 @@ def flash_attn_kvpacked_func(
     kv: (batch, key_len, 2, kv_heads, head_dim). All else as ``flash_attn_func`` has it.
     """
     k, v = _unpack("kv", kv, 5)
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    wants_lse = return_attn_probs or return_softmax_lse
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, wants_lse)
     out, lse = ops.attend_named({"k": "kv", "v": "kv"}, q, k, v, **options)
     return _results(out, lse, return_attn_probs, return_softmax_lse)
 
@@ -126,7 +128,8 @@ def flash_attn_qkvpacked_func(
     qkv: (batch, length, 3, heads, head_dim). All else as ``flash_attn_func`` has it.
     """
     q, k, v = _unpack("qkv", qkv, 5)
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    wants_lse = return_attn_probs or return_softmax_lse
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, wants_lse)
     out, lse = ops.attend_named({"q": "qkv", "k": "qkv", "v": "qkv"}, q, k, v, **options)
     return _results(out, lse, return_attn_probs, return_softmax_lse)
 
@@ -158,9 +161,9 @@ def flash_attn_varlen_func(
         q: (total_q, heads, head_dim); k: (total_k, kv_heads, head_dim); v: (total_k, kv_heads, value_dim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on q's device. Sequence b has the queries
             ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]`` and the keys of the same range in ``cu_seqlens_k``; lengths of
-            0 are taken. The host never reads them: entries that are not monotone give undefined results for the
-            sequences they belong to, entries outside the tensors are clamped to them, and nothing outside is read or
-            written.
+            0 are taken. Entries outside the tensors are clamped to them. On a GPU the host never reads them: where they
+            decrease, results of the sequences they belong to are undefined, and nothing outside is read or written. On
+            the CPU they are looked at, and ValueError says where they decrease.
         max_seqlen_q, max_seqlen_k: accepted; no result depends on them.
         block_table: (batch, pages a sequence) int32: key s of sequence b is row ``s % page_size`` of page
             ``block_table[b, s // page_size]``; k is (pages, page_size, kv_heads, head_dim) and v (pages, page_size,
@@ -171,7 +174,8 @@ def flash_attn_varlen_func(
         out (total_q, heads, value_dim) and lse (heads, total_q) float32. Rows of q that belong to no sequence get 0
         and -inf. All else as ``flash_attn_func`` has it, with each sequence's own lengths.
     """
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    wants_lse = return_attn_probs or return_softmax_lse
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, wants_lse)
     lengths = _lengths(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if block_table is None:
         out, lse = ops.attend(q, k, v, **lengths, **options)
@@ -206,7 +210,8 @@ def flash_attn_varlen_kvpacked_func(
     kv: (total_k, 2, kv_heads, head_dim). All else as ``flash_attn_varlen_func`` has it.
     """
     k, v = _unpack("kv", kv, 4)
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    wants_lse = return_attn_probs or return_softmax_lse
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, wants_lse)
     lengths = _lengths(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     out, lse = ops.attend_named({"k": "kv", "v": "kv"}, q, k, v, **lengths, **options)
     return _results(out, lse, return_attn_probs, return_softmax_lse)
@@ -234,14 +239,15 @@ def flash_attn_varlen_qkvpacked_func(
     ``flash_attn_varlen_func`` has it.
     """
     q, k, v = _unpack("qkv", qkv, 4)
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    wants_lse = return_attn_probs or return_softmax_lse
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, wants_lse)
     _lengths(cu_seqlens=cu_seqlens)
     names = {"q": "qkv", "k": "qkv", "v": "qkv", "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
     out, lse = ops.attend_named(names, q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **options)
     return _results(out, lse, return_attn_probs, return_softmax_lse)
 
 
-def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink) -> dict:
+def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, wants_lse) -> dict:
     """flash-attn's options as ``ops.attend`` takes them."""
     refuse_dropout(dropout_p)
     return {
@@ -250,6 +256,7 @@ def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slope
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "sink": learnable_sink,
+        "wants_lse": wants_lse,
     }
 
 
@@ -287,7 +294,7 @@ def _unpack(name: str, packed: torch.Tensor, rank: int) -> tuple[torch.Tensor, .
     return packed.unbind(-3)
 
 
-def _results(out: torch.Tensor, lse: torch.Tensor, return_attn_probs: bool, return_softmax_lse: bool):
+def _results(out: torch.Tensor, lse: torch.Tensor | None, return_attn_probs: bool, return_softmax_lse: bool):
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_softmax_lse else out

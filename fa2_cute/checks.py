@@ -115,7 +115,7 @@ def refuse_gradients(arguments: Iterable[tuple[str, object]], reason: str):
 
 
 def sequences_of(cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None, q: torch.Tensor) -> int:
-    """How many sequences two vectors of cumulative lengths tell apart."""
+    """How many sequences two vectors of cumulative lengths tell apart; their numbers are looked at on the CPU only."""
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cu, torch.Tensor):
             raise TypeError(f"{name}: got {type(cu).__name__}, takes a torch.Tensor")
@@ -129,7 +129,27 @@ def sequences_of(cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor |
         raise ValueError(
             f"cu_seqlens_k: got shape {tuple(cu_seqlens_k.shape)}, takes cu_seqlens_q's {tuple(cu_seqlens_q.shape)}"
         )
+    if q.device.type == "cpu":
+        refuse_decreasing("cu_seqlens_q", cu_seqlens_q)
+        refuse_decreasing("cu_seqlens_k", cu_seqlens_k)
     return cu_seqlens_q.shape[0] - 1
+
+
+def refuse_decreasing(name: str, cu_seqlens: torch.Tensor):
+    """Raises ValueError where lengths between cumulative ones would be negative; looks at the numbers.
+
+    So it is for CPU tensors, whose numbers are at hand: to ask a GPU would be to wait for it. There such sequences give
+    what they give (``flash_attn_varlen_func``), and the emulator would report that two of them write the same rows.
+    """
+    if not has_memory(cu_seqlens):
+        raise ValueError(f"{name}: got a tensor without memory of its own, takes one that has some")
+    decreases = (cu_seqlens[1:] < cu_seqlens[:-1]).nonzero()
+    if len(decreases):
+        at = int(decreases[0]) + 1
+        raise ValueError(
+            f"{name}: got {int(cu_seqlens[at])} after {int(cu_seqlens[at - 1])} (index {at}), takes numbers that do "
+            "not decrease"
+        )
 
 
 def slopes_of(slopes: torch.Tensor, problem: Problem, q: torch.Tensor) -> torch.Tensor:

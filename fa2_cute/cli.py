@@ -1,8 +1,11 @@
 """The command ``fa2-cute``. What is wrong is said in one line on stderr, with a non-zero exit code."""
 
+import functools
+import inspect
 import platform
 import random
 import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +31,34 @@ COMPONENTS = (
 
 # Errors whose message is for the person at the keyboard. Others are faults of the project, with a traceback.
 EXPECTED = (ValueError, ToolMissing, OSError)
+
+# What a tile consists of, where it is one option.
+_OF_TILE = {name: f"--tile: {name}" for name in ("tile_m", "tile_n", "warps", "stages")}
+
+
+def _command(name: str | None = None, also: Mapping[str, str] | None = None, **options) -> Callable:
+    """``app.command``, so that errors call arguments what was typed: --head-dim where a check says head_dim.
+
+    also: what is typed for arguments that are called otherwise where they are checked.
+    """
+
+    def register(function: Callable) -> Callable:
+        typed = {parameter: "--" + parameter.replace("_", "-") for parameter in inspect.signature(function).parameters}
+        typed |= also or {}
+
+        @functools.wraps(function)
+        def run(**given):
+            try:
+                return function(**given)
+            except ValueError as error:
+                argument, colon, rest = str(error).partition(": ")
+                if not colon or argument not in typed:
+                    raise
+                raise ValueError(f"{typed[argument]}: {rest}") from error
+
+        return app.command(name, **options)(run)
+
+    return register
 
 
 def _console(pipe_width: int = PIPE_WIDTH) -> Console:
@@ -57,7 +88,7 @@ def _commands():
     """FlashAttention-2 for sm_120 in CuTe DSL."""
 
 
-@app.command()
+@_command()
 def demo(
     device: Annotated[
         str | None, typer.Option(help="cpu (emulated), cuda or cuda:N; by default a GPU if there is one")
@@ -76,7 +107,7 @@ def demo(
     console.print("[green]All is well.[/]")
 
 
-@app.command()
+@_command()
 def fuzz(
     minutes: Annotated[float, typer.Option(help="how long to draw cases")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="of the cases; by default a new one, which is printed")] = None,
@@ -99,7 +130,7 @@ def fuzz(
         raise typer.Exit(1)
 
 
-@app.command("compile")
+@_command("compile", also={"value_dim": "--head-dim: value_dim"})
 def compile_kernels(
     arch: Annotated[list[str] | None, typer.Option(help="sm_120a and the like, repeatable; by default sm_120a")] = None,
     into: Annotated[
@@ -154,6 +185,7 @@ def compile_kernels(
     wanted = shipping.Wanted(kvcache=kvcache, **{name: tuple(x) for name, x in given.items() if x})
     chosen = [architectures.by_name(name) for name in arch or [architectures.TARGET.name]]
     kernels = [(spec, architecture) for architecture in chosen for spec in wanted.specifications(architecture)]
+    shipping.check_folder("FA2_CUTE_CACHE" if into is None else "--into", where, kernels)
     console = _console()
     made = shipping.compile_all(kernels, where, jobs)
     for spec, architecture in track(made, "compiling", total=len(kernels), console=console, transient=True):
@@ -161,7 +193,7 @@ def compile_kernels(
     console.print(f"{len(kernels)} kernels in {where.folder}")
 
 
-@app.command()
+@_command(also={"shape": "SHAPE", "q": "SHAPE"})
 def trace(
     shape: Annotated[str, typer.Argument(help="BATCHxQUERY_LENxHEADSxHEAD_DIM, such as 1x256x8x128")],
     key_len: Annotated[int | None, typer.Option(help="keys; by default as many as queries")] = None,
@@ -170,14 +202,14 @@ def trace(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="of the random numbers")] = 0,
 ):
-    """What the sm_120 kernel does on a shape, counted in the emulator: instructions, bank conflicts, sectors, bytes."""
+    """What a call's kernels do on sm_120, counted in the emulator: instructions, bank conflicts, sectors, bytes."""
     from . import trace as tracing
 
     problem = tracing.problem_of(shape, key_len=key_len, kv_heads=kv_heads, causal=causal, dtype=dtype)
     tracing.show(problem, seed, _console())
 
 
-@app.command()
+@_command(also={"query_len": "--seqlen"})
 def explore(
     head_dim: Annotated[int, typer.Option(help="elements of a query, key and value row")] = 128,
     seqlen: Annotated[int, typer.Option(help="queries, and keys unless --key-len says otherwise")] = 4096,
@@ -211,7 +243,7 @@ def explore(
     command.explore(workload, command.architecture(arch), console, **options)
 
 
-@app.command()
+@_command(also=_OF_TILE)
 def layouts(
     head_dim: Annotated[int, typer.Option(help="elements of a query, key and value row")] = 128,
     arch: Annotated[str | None, typer.Option(help="whose tile; by default this GPU's, else sm_120a")] = None,
@@ -226,9 +258,10 @@ def layouts(
     command.layouts(head_dim, command.architecture(arch), tile, dtype, into, swizzle, _console())
 
 
-@app.command(
+@_command(
+    also=_OF_TILE,
     epilog="Options of the prefill section: --shape, --key-len, --dtype, --tile. Of decode: --cell, --splits, --page, "
-    "--heads, --head-dim. Of both: --kv-heads."
+    "--heads, --head-dim. Of both: --kv-heads.",
 )
 def bench(
     what: Annotated[
@@ -290,7 +323,7 @@ def bench(
     command.run(what or (), options, console)
 
 
-@app.command()
+@_command()
 def info():
     """Versions, devices, and which kernel runs on each."""
     import torch

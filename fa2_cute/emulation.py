@@ -16,8 +16,11 @@ from . import emulator
 from .jit import Kernel, Specification
 from .parameters import Parameter, ScalarParameter
 
-# Of one core of a 2020s server, measured: the blocks that run side by side cost this much, and this much a key tile.
-SECONDS_A_WAVE, SECONDS_A_TILE = 0.03, 0.015
+# Measured on one core of a 2020s server (AMD EPYC, AVX-512) with little else to do; calls of 0.3 to 13 s took 0.55 to
+# 1.4 of what this makes of them (tests/test_emulation.py has them), and a busy machine takes half as long again. The
+# blocks that run side by side cost so much, and so much for each step of theirs; those without steps, that much in all.
+SECONDS_A_WAVE, SECONDS_A_TILE, SECONDS_WITHOUT_TILES = 0.05, 0.018, 0.008
+COUNTING = 7  # times as long with counters: 6.7 to 7.8 at head_dim 128, less at 64
 QUIET_SECONDS = 10
 
 
@@ -56,7 +59,8 @@ def run(
     A launch that will take longer than QUIET_SECONDS says so on stderr first and shows its progress; Ctrl-C stops it.
     """
     spec = kernel.spec
-    with _progress(estimated_seconds(math.prod(grid) * spec.threads, tiles)) as progress:
+    seconds = estimated_seconds(math.prod(grid) * spec.threads, tiles) * (COUNTING if counters else 1)
+    with _progress(seconds) as progress:
         return emulator.launch(
             _module(kernel.ptx).kernel(),
             grid=grid,
@@ -105,7 +109,7 @@ def _argument(parameter: Parameter, value: torch.Tensor | float | int):
 def estimated_seconds(threads: int, tiles: int) -> float:
     """About how long one core emulates ``threads`` threads: blocks run side by side, a block's tiles one by one."""
     waves = -(-threads // emulator.RESIDENT_THREADS)
-    return waves * (SECONDS_A_WAVE + SECONDS_A_TILE * tiles)
+    return waves * (SECONDS_A_WAVE + SECONDS_A_TILE * tiles if tiles else SECONDS_WITHOUT_TILES)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ class Options:
 @dataclass(frozen=True, eq=False)
 class Call:
     """One checked call, ready to launch: q, k, v, out with four dimensions and lse with three (packed sequences: a
-    batch of 1), of rows that start at multiples of 16 bytes."""
+    batch of 1), of rows that start at multiples of 16 bytes. Where lse has no rows, none is written."""
 
     problem: Problem
     tensors: tuple[torch.Tensor, ...]
@@ -133,7 +133,8 @@ def attend(
     mask: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    wants_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse) of exact attention (FlashAttention-2, Dao 2023) with every option that the kernel has.
 
     Arguments:
@@ -148,12 +149,13 @@ def attend(
         sink: (heads,), floating: one more logit of each row, without a value.
         mask: broadcastable to (batch, heads, query_len, key_len): bool, True where a key takes part, or float32 or q's
             dtype, added to the logits. Not with cu_seqlens.
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32: sequence i is rows [cu[i], cu[i + 1]). What they hold is not
-            checked (that would wait for the device): it is clamped to the rows there are.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32: sequence i is rows [cu[i], cu[i + 1]), clamped to the rows
+            there are. On a GPU what they hold is not checked (that would wait for it); on the CPU it may not decrease.
     Returns:
         out: (batch, query_len, heads, value_dim) in q's dtype, contiguous; or (rows, heads, value_dim).
         lse: (batch, heads, query_len) float32, the natural logarithm of the sum of exponentials, sink included; or
-            (heads, rows). A row that sees no key gives 0 and -inf (or the sink). So does a row of no sequence.
+            (heads, rows). A row that sees no key gives 0 and -inf (or the sink). So does a row of no sequence. Without
+            ``wants_lse`` it may be None: then it has not been allocated, nor written.
     Raises TypeError (type or dtype), ValueError (shape, stride, device, number), before anything is launched.
     """
     problem, options, inputs = check(
@@ -176,25 +178,25 @@ def attend(
     known_by = softmax_scale, window, softcap
     if _is_better_split(problem, options.window, q.device) and _cache_kernels_take(inputs):
         plan = SplitPlan(options.softmax_scale, options.window, options.softcap)
-        results = plan.run(*inputs, alibi_slopes=alibi_slopes, sink=sink)
+        results = plan.run(*inputs, wants_lse, alibi_slopes=alibi_slopes, sink=sink)
         if keep:
             _keep(replace(plan, recording=plan.recorded(*inputs)), q, k, v, *known_by)
         return results
-    out, lse, call = _allocated(problem, options, inputs)
+    out, lse, call = _allocated(problem, options, inputs, wants_lse)
     if problem.key_len == 0 or problem.batch == 0:
         out.zero_()
         lse.fill_(-math.inf)
-        if sink is not None:
+        if wants_lse and sink is not None:
             lse.copy_(options.learnable_sink[:, None].expand_as(lse))
     elif out.numel():
         architecture = architecture_of(q.device)
         kernel = jit.compiled(call.spec(architecture), architecture)
         launch(kernel, call)
         if keep:
-            no_lse = lse.new_empty((0, 0, 0))
-            made = metadata_of(out), metadata_of(lse), no_lse
+            wanted = torch.empty(_lse_shape(problem), dtype=torch.float32, device="meta")
+            made = metadata_of(out), metadata_of(wanted), lse.new_empty((0, 0, 0))
             _keep(KeptPlan(kernel.function, q.get_device(), *made, call.values()[5:]), q, k, v, *known_by)
-    return out, lse
+    return out, lse if wants_lse else None
 
 
 def attend_again(
@@ -474,17 +476,22 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> tup
 
 
 def _allocated(
-    problem: Problem, options: Options, inputs: tuple[torch.Tensor, ...]
+    problem: Problem, options: Options, inputs: tuple[torch.Tensor, ...], wants_lse: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, Call]:
+    """As ``prepare`` returns them; where the logsumexp is not wanted, lse has no rows and no memory."""
     q = inputs[0]
     out = torch.empty((*q.shape[:-1], problem.value_dim), dtype=q.dtype, device=q.device)
-    rows = (problem.heads, problem.query_len)
-    varlen = problem.features.varlen
-    lse = torch.empty(rows if varlen else (problem.batch, *rows), dtype=torch.float32, device=q.device)
+    shape = _lse_shape(problem)
+    lse = torch.empty(shape if wants_lse else (0,) * len(shape), dtype=torch.float32, device=q.device)
     tensors = (*inputs, out, lse)
-    if varlen:
+    if problem.features.varlen:
         tensors = tuple(x.unsqueeze(0) for x in tensors)
     return out, lse, Call(problem, tensors, options)
+
+
+def _lse_shape(problem: Problem) -> tuple[int, ...]:
+    rows = (problem.heads, problem.query_len)
+    return rows if problem.features.varlen else (problem.batch, *rows)
 
 
 def launch(kernel: jit.Kernel, call: Call):

@@ -43,7 +43,8 @@ def attend(
     cu_seqlens_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    wants_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``forward.attend`` for callers inside and outside of torch's tracers: same arguments, results and errors.
 
     With ``block_table`` (batch, pages a sequence) int32, k and v are pages (pages, page_size, kv_heads, head_dim) as
@@ -56,7 +57,7 @@ def attend(
     """
     fast = alibi_slopes is sink is mask is cu_seqlens_q is cu_seqlens_k is block_table is None
     if fast and likeness_is_all():
-        results = forward.attend_again(q, k, v, softmax_scale, window, softcap)
+        results = forward.attend_again(q, k, v, softmax_scale, window, softcap, wants_lse)
         if results is not None:
             return results
     return attend_anew(
@@ -73,6 +74,7 @@ def attend(
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
         max_seqlen_q=max_seqlen_q,
+        wants_lse=wants_lse,
     )
 
 
@@ -89,8 +91,9 @@ def attend_anew(
     cu_seqlens_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
+    wants_lse: bool = True,
     **options,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``attend`` for a caller whom ``forward.attend_again`` had nothing to give, where it can be asked: where
     ``likeness_is_all`` and there are no further tensors."""
     if _autocast_is_on(q):
@@ -105,11 +108,12 @@ def attend_anew(
         options |= {"block_table": block_table, "max_seqlen_q": max_seqlen_q}
     if is_eager(q, k, v):
         asked = likeness_is_all()  # not so under autocast, for one: then a call may be known by what q, k, v are now
-        return (_launch if asked else _launch_again)(q, k, v, window=window, **options)
+        return (_launch if asked else _launch_again)(q, k, v, window=window, wants_lse=wants_lse, **options)
+    # What the operator's schema promises is there, also where nobody wants it.
     return torch.ops.fa2_cute.attend.default(q, k, v, window_left=window[0], window_right=window[1], **options)
 
 
-def attend_named(names: dict[str, str], q, k, v, **options) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_named(names: dict[str, str], q, k, v, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``attend`` for a caller whose arguments have other names: ``names`` maps q, k, ... to them, for the errors.
 
     Only errors of this package's checks are changed, which begin with an argument's name and what came or is taken;
@@ -125,20 +129,25 @@ def attend_named(names: dict[str, str], q, k, v, **options) -> tuple[torch.Tenso
         raise
 
 
-def _launch_again(q, k, v, *, window, softmax_scale=None, softcap=0.0, **others) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch_again(
+    q, k, v, *, window, softmax_scale=None, softcap=0.0, wants_lse=True, **others
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``_launch``, unchecked where a call like this one has been checked before."""
     results = None
     if all(x is None for x in others.values()):
-        results = forward.attend_again(q, k, v, softmax_scale, window, softcap)
+        results = forward.attend_again(q, k, v, softmax_scale, window, softcap, wants_lse)
     if results is None:
-        results = _launch(q, k, v, window=window, softmax_scale=softmax_scale, softcap=softcap, **others)
+        options = {"window": window, "softmax_scale": softmax_scale, "softcap": softcap, **others}
+        results = _launch(q, k, v, wants_lse=wants_lse, **options)
     return results
 
 
-def _launch(q, k, v, *, block_table=None, max_seqlen_q=None, **options) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch(
+    q, k, v, *, wants_lse, block_table=None, max_seqlen_q=None, **options
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The kernels of prompts; or those of caches, where keys and values are in pages."""
     if block_table is None:
-        return forward.attend(q, k, v, **options)
+        return forward.attend(q, k, v, wants_lse=wants_lse, **options)
     return _attend_pages(q, k, v, block_table=block_table, max_seqlen_q=max_seqlen_q, **options)
 
 

@@ -49,7 +49,8 @@ def scaled_dot_product_attention(
     if attn_mask is None and _fit(query, key, value, enable_gqa):  # the usual, and quick
         window = (None, query.shape[2] - key.shape[2] if is_causal else None)
         rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        return ops.attend_named(_NAMES, *rows, softmax_scale=scale, window=window)[0].transpose(1, 2)
+        out, _ = ops.attend_named(_NAMES, *rows, softmax_scale=scale, window=window, wants_lse=False)
+        return out.transpose(1, 2)
     q, k, v = _broadcast(query, key, value, enable_gqa)
     *leading, _, query_len, _ = q.shape
     key_len = k.shape[-2]
@@ -62,6 +63,7 @@ def scaled_dot_product_attention(
         softmax_scale=scale,
         window=(None, query_len - key_len if is_causal else None),
         mask=mask,
+        wants_lse=False,
     )
     if len(leading) != 1:
         out = out.view(*leading, *out.shape[1:])

@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -107,7 +108,10 @@ def features_of(words: str) -> Features:
         if word not in _WORDS:
             raise ValueError(f"--features: got {words!r}, takes words joined by +, of {', '.join(_WORDS)}")
         chosen |= _WORDS[word]
-    return Features(**chosen)
+    try:
+        return Features(**chosen)
+    except ValueError as error:  # options that do not go together
+        raise ValueError(f"--features: got {words!r}: {error}") from None
 
 
 def widths_of(text: str) -> tuple[int, int]:
@@ -117,6 +121,22 @@ def widths_of(text: str) -> tuple[int, int]:
         return int(head_dim), int(value_dim if both else head_dim)
     except ValueError:
         raise ValueError(f"--head-dim: got {text!r}, takes a number, or HEAD_DIMxVALUE_DIM such as 192x128") from None
+
+
+def check_folder(name: str, where: store.Store, wanted: Sequence[tuple[Specification, Architecture]]):
+    """Raises OSError unless all of ``wanted`` can be put into ``where``, or is there: before minutes of compiling.
+
+    ``name``: what the folder was given by. It is made if need be. That the disk has space left shows only later.
+    """
+    if all(_is_kept(spec, arch, where) for spec, arch in wanted):
+        return
+    try:
+        where.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=where.folder):  # an entry is a folder
+            pass
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise OSError(f"{name}: got {where.folder}, takes a folder that can be written to: {why}") from error
 
 
 def compile_all(
@@ -153,11 +173,15 @@ def cores() -> int:
 
 def _make(spec: Specification, arch: Architecture, where: store.Store):
     jit.obtain(spec, arch, where)
-    if where.load(jit.entry_name(spec, arch)) is None:  # worth a warning to a call, but here nothing else is wanted
+    if not _is_kept(spec, arch, where):  # worth a warning to a call, but here nothing else is wanted
         raise OSError(
             f"compiled kernels cannot be kept in {where.folder}: --into (FA2_CUTE_CACHE) takes a folder that can be "
             "written to, on a disk with space left"
         )
+
+
+def _is_kept(spec: Specification, arch: Architecture, where: store.Store) -> bool:
+    return where.load(jit.entry_name(spec, arch)) is not None
 
 
 def _quieten():

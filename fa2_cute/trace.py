@@ -1,8 +1,8 @@
-"""What a kernel does, counted in the emulator: instructions, MMA work, shared-memory wavefronts, sectors and bytes."""
+"""What a call's kernels do, counted in the emulator: instructions, MMAs, shared-memory wavefronts, sectors, bytes."""
 
 import linecache
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +11,13 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from . import arch, emulation, forward, jit
+from . import arch, decode, emulation, forward, jit
+from .decode_checks import EMULATED_SMS
+from .decode_spec import CombineSpec
 from .emulator import Stats
-from .problem import DTYPES, Problem
-from .spec import CAUSAL, FULL, ForwardSpec
+from .launch import Launch
+from .problem import DTYPES, MAX_EXTENT, Problem
+from .spec import CAUSAL, FULL
 
 MMA_MULTIPLY_ADDS = 16 * 8 * 16  # PTX ISA: mma.sync.m16n8k16
 SECTOR_BYTES = 32  # what an L2 cache line is made of (CUDA C++ Best Practices Guide, "Coalesced Access")
@@ -23,12 +26,12 @@ SOURCE_TEXT_WIDTH = 76  # beside it, in a terminal of 100 columns
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
-    """Counts of one launch: what was asked, which kernel ran, what it did."""
+    """Counts of one launch: of which call, of which kernel on what, what it did."""
 
     problem: Problem
-    spec: ForwardSpec
+    launch: Launch
     stats: Stats
 
 
@@ -59,7 +62,7 @@ def problem_of(
 ) -> Problem:
     """The problem of a shape ``BATCHxQUERY_LENxHEADSxHEAD_DIM``; keys and KV heads are as many if not given.
 
-    Raises ValueError for a shape that is none, or that the kernels do not take.
+    Raises ValueError for a shape that is none, naming the command's arguments, or (naming q) that no kernel takes.
     """
     match = _SHAPE.fullmatch(shape)
     if match is None:
@@ -70,25 +73,48 @@ def problem_of(
     batch, query_len, heads, head_dim = map(int, match.groups())
     key_len = query_len if key_len is None else key_len
     kv_heads = heads if kv_heads is None else kv_heads
-    if min(batch, query_len, heads, head_dim, key_len, kv_heads) < 1:
-        raise ValueError(f"SHAPE: got {shape} with {key_len} keys and {kv_heads} KV heads, takes 1 or more of each")
+    for name, got, extents in (
+        ("SHAPE", shape, (batch, query_len, heads, head_dim)),
+        ("--key-len", key_len, (key_len,)),
+        ("--kv-heads", kv_heads, (kv_heads,)),
+    ):
+        if not all(1 <= extent <= MAX_EXTENT for extent in extents):
+            raise ValueError(f"{name}: got {got}, takes numbers from 1 to {MAX_EXTENT}")
+    if heads % kv_heads:
+        raise ValueError(f"--kv-heads: got {kv_heads}, takes a divisor of SHAPE's {heads} heads")
     q = torch.empty((batch, query_len, heads, head_dim), dtype=types[dtype], device="meta")
     k = torch.empty((batch, key_len, kv_heads, head_dim), dtype=types[dtype], device="meta")
     return Problem.of(q, k, k, CAUSAL if causal else FULL)
 
 
-def trace(problem: Problem, seed: int = 0) -> Trace:
-    """Run ``problem``, a full or causal one, on normal random numbers in the emulator, with all counters on."""
+def trace(problem: Problem, seed: int = 0) -> list[Trace]:
+    """Run ``problem``, a full or causal one, on normal random numbers in the emulator, with all counters on.
+
+    The kernels are those that a call on CPU tensors takes: what one on a GPU of sm_120 with ``EMULATED_SMS`` SMs does.
+    """
     generator = torch.Generator().manual_seed(seed)
     dtype = next(kind for kind, name in DTYPES.items() if name == problem.dtype)
     query_shape = (problem.batch, problem.query_len, problem.heads, problem.head_dim)
     key_shape = (problem.batch, problem.key_len, problem.kv_heads, problem.head_dim)
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in (query_shape, key_shape, key_shape))
-    *_, call = forward.prepare(q, k, v, window=(None, 0 if problem.features.right else None))
+    return [_counted(problem, launch) for launch in launches(problem, q, k, v)]
+
+
+def launches(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Launch]:
+    """What ``forward.attend`` launches on CPU tensors of ``problem``, in order."""
+    window = (None, 0 if problem.features.right else None)
+    out, lse, call = forward.prepare(q, k, v, window=window)
+    if forward._is_better_split(problem, window, q.device) and forward._cache_kernels_take((q, k, v)):
+        return decode.prepare(q, k, v, window=window, every_slot=True).launches(q, None, out, lse)
     spec = call.spec(arch.TARGET)
-    tiles = forward.key_tiles(problem, spec)
-    stats = emulation.run(jit.compiled(spec, arch.TARGET), call.grid(spec), call.values(), tiles=tiles, counters=True)
-    return Trace(problem, spec, stats)
+    return [
+        Launch(spec, part.grid(spec), forward.key_tiles(part.problem, spec), part.values()) for part in call.parts()
+    ]
+
+
+def _counted(problem: Problem, launch: Launch) -> Trace:
+    kernel = jit.compiled(launch.spec, arch.TARGET)
+    return Trace(problem, launch, emulation.run(kernel, launch.grid, launch.values, tiles=launch.steps, counters=True))
 
 
 def accesses(stats: Stats) -> list[Access]:
@@ -136,17 +162,20 @@ def _table(title: str, *headings: str, words: int = 1) -> Table:
 
 
 def _summary(trace: Trace) -> Table:
-    problem, spec, stats = trace.problem, trace.spec, trace.stats
-    needed = 2 * problem.batch * problem.heads * problem.head_dim * visible_pairs(problem)
-    done = stats.mma * MMA_MULTIPLY_ADDS
+    problem, spec, stats = trace.problem, trace.launch.spec, trace.stats
     table = _table("Work", "what", "count")
-    table.add_row("tile (queries x keys), warps, stages", f"{spec.tile_m} x {spec.tile_n}, {spec.warps}, {spec.stages}")
+    if not isinstance(spec, CombineSpec):
+        warps = spec.threads // 32
+        table.add_row("tile (queries x keys), warps, stages", f"{spec.tile_m} x {spec.tile_n}, {warps}, {spec.stages}")
     table.add_row("thread blocks", f"{stats.ctas:,}")
     table.add_row("instructions of a warp", f"{stats.instructions:,}")
-    table.add_row("mma.sync m16n8k16", f"{stats.mma:,}")
-    table.add_row("multiply-adds in them", f"{done:,}")
-    table.add_row("multiply-adds that the shape needs", f"{needed:,} ({needed / done:.1%})" if done else f"{needed:,}")
-    table.add_row("instructions an mma.sync", f"{stats.instructions / stats.mma:.2f}" if stats.mma else "")
+    if stats.mma:
+        needed = 2 * problem.batch * problem.heads * problem.head_dim * visible_pairs(problem)
+        done = stats.mma * MMA_MULTIPLY_ADDS
+        table.add_row("mma.sync m16n8k16", f"{stats.mma:,}")
+        table.add_row("multiply-adds in them", f"{done:,}")
+        table.add_row("multiply-adds that the shape needs", f"{needed:,} ({needed / done:.1%})")
+        table.add_row("instructions an mma.sync", f"{stats.instructions / stats.mma:.2f}")
     return table
 
 
@@ -191,20 +220,14 @@ def _source_lines(stats: Stats) -> Table:
 
 def _traffic(trace: Trace) -> Table:
     """Bytes asked of global memory; caches are not modelled."""
-    problem, counters = trace.problem, trace.stats.counters
-    rows = problem.batch * problem.head_dim * 2
-    size = {
-        "q": rows * problem.query_len * problem.heads,
-        "k": rows * problem.key_len * problem.kv_heads,
-        "v": rows * problem.key_len * problem.kv_heads,
-        "out": rows * problem.query_len * problem.heads,
-        "lse": 4 * problem.batch * problem.heads * problem.query_len,
-    }
+    launch, counters = trace.launch, trace.stats.counters
     table = _table("Global memory by tensor", "tensor", "bytes of it", "read", "written", "times")
-    for name, whole in size.items():
-        moved: Counter = Counter({"read": counters.read[name], "written": counters.written[name]})
-        total = sum(moved.values())
-        table.add_row(name, f"{whole:,}", f"{moved['read']:,}", f"{moved['written']:,}", f"{total / whole:.2f}")
+    for parameter, value in zip(launch.spec.parameters(), launch.values, strict=True):
+        if not isinstance(value, torch.Tensor):
+            continue
+        whole, read, written = value.nbytes, counters.read[parameter.name], counters.written[parameter.name]
+        if read or written:  # others stand where a kernel of other calls has one
+            table.add_row(parameter.name, f"{whole:,}", f"{read:,}", f"{written:,}", f"{(read + written) / whole:.2f}")
     sectors = sum(line.sectors for line in counters.lines.values())
     asked = sum(counters.read.values()) + sum(counters.written.values())
     table.add_section()
@@ -214,4 +237,8 @@ def _traffic(trace: Trace) -> Table:
 
 def show(problem: Problem, seed: int, console: Console):
     """Trace ``problem`` and print it."""
-    console.print(tables(trace(problem, seed)))
+    traces = trace(problem, seed)
+    console.print(f"Kernels of this call on {arch.TARGET.name} with {EMULATED_SMS} SMs: {len(traces)}", highlight=False)
+    for number, one in enumerate(traces, 1):
+        console.print(f"\n{number}. {one.launch.spec.title}", highlight=False)
+        console.print(tables(one))

@@ -53,6 +53,47 @@ def test_errors_are_one_line_on_stderr(arguments, text, capsys):
     assert text in captured.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("explore", "--seqlen", "0"), "--seqlen: got 0, takes 1 or more"),
+        (("explore", "--key-len", "0"), "--key-len: got 0, takes 1 or more"),
+        (("explore", "--batch", "0"), "--batch: got 0, takes 1 or more"),
+        (("explore", "--kv-heads", "5"), "--kv-heads: got 5, takes a divisor of 32 heads"),
+        (("explore", "--dtype", "int8"), "--dtype: got 'int8', takes 'bfloat16' or 'float16'"),
+        (("layouts", "--head-dim", "12"), "--head-dim: got 12, takes multiples of 8"),
+        (("layouts", "--arch", "sm_42"), "--arch: got 'sm_42', takes one of"),
+        (("layouts", "--tile", "64x32x8x2"), "--tile: tile_m: got 64, takes a multiple of 16 rows"),
+        (("layouts", "--tile", "64x32x4x1"), "--tile: stages: got 1, takes 2 or more"),
+        (("compile", "--head-dim", "64x12"), "--head-dim: value_dim: got 12, takes multiples of 8"),
+        (("trace", "1x8x4x12"), "SHAPE: got head_dim 12, takes multiples of 8"),
+        (("trace", "1x8x4x64", "--kv-heads", "3"), "--kv-heads: got 3, takes a divisor of SHAPE's 4 heads"),
+        (("bench", "--heads", "0"), "--heads: got 0, takes 1 or more"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
+)
+def test_errors_name_arguments_as_they_are_typed(arguments, text, capsys, tmp_path, monkeypatch):
+    """Where a check that knows no command line calls them otherwise."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"fa2-cute: {text}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("seed"), ValueError("seeds: got 3"), OSError("seed: got 3")])
+def test_other_errors_stay_as_they_are(monkeypatch, capsys, error):
+    def fails(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(demo, "run", fails)
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--device", "cpu"])
+    assert capsys.readouterr().err == f"fa2-cute: {error}\n"
+
+
 def test_interruption_is_one_line_too(monkeypatch, capsys):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

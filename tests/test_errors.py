@@ -361,6 +361,43 @@ def test_cumulative_lengths(position, kind, lengths, texts):
     refused_by(flash_attn_varlen_kvpacked_func, kind, name, *texts, given=(q, torch.stack((k, k), 1), *rest))
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        ([0, 5, 3], "got 3 after 5 (index 2)"),
+        ([1, 0, 5], "got 0 after 1 (index 1)"),
+        ([5, 2, 0], "got 2 after 5 (index 1)"),
+        ([2**31 - 1, -(2**31), 0], f"got {-(2**31)} after {2**31 - 1} (index 1)"),
+    ],
+    ids=str,
+)
+def test_cumulative_lengths_that_decrease(side, lengths, text):
+    """On the CPU, where they are at hand; by every function that takes them, and by the operator."""
+    decreasing, name = torch.tensor(lengths, dtype=torch.int32), f"cu_seqlens_{side}"
+    texts = (text, "takes numbers that do not decrease")
+    given = varlen(**{name: decreasing})
+    refused_by(flash_attn_varlen_func, ValueError, name, *texts, given=given)
+    q, k, v, cu_q, cu_k, *rest = given
+    kv = torch.stack((k, v), 1)
+    refused_by(flash_attn_varlen_kvpacked_func, ValueError, name, *texts, given=(q, kv, cu_q, cu_k, *rest))
+    by_operator = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    refused_by(torch.ops.fa2_cute.attend, ValueError, name, *texts, given=(q, k, v), **by_operator)
+    qkv = torch.stack((q, k, v), 1)
+    refused_by(flash_attn_varlen_qkvpacked_func, ValueError, "cu_seqlens", *texts, given=(qkv, decreasing, 3))
+    pages = torch.zeros(3, 4, 4, 64, dtype=torch.float16)
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    paged = (q, pages, pages, cu_q, cu_k, *rest)
+    refused_by(flash_attn_varlen_func, ValueError, name, *texts, given=paged, block_table=table)
+
+
+def test_cumulative_lengths_without_memory():
+    nowhere = LENGTHS.clone()
+    nowhere.untyped_storage().resize_(0)
+    given = varlen(cu_seqlens_k=nowhere)
+    refused_by(flash_attn_varlen_func, ValueError, "cu_seqlens_k", "without memory", given=given)
+
+
 def test_cumulative_lengths_of_different_batches():
     given = varlen(cu_seqlens_k=LENGTHS[:2])
     refused_by(flash_attn_varlen_func, ValueError, "cu_seqlens_k", "(2,)", "(3,)", given=given)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,6 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import fa2_cute
 from fa2_cute import arch, checks, flash_attn_func, flash_attn_varlen_func, forward, jit, kept, ops, tiling
 from fa2_cute._torch_internals import below_autograd, likeness
+from fa2_cute.fuzz import Case
+from fa2_cute.fuzz.judging import call
+from fa2_cute.fuzz.strategies import cases
 
 SHAPE, OTHER = (2, 16, 4, 64), (2, 16, 2, 64)
 NO_LSE = torch.empty(0, 0, 0)
@@ -431,18 +434,143 @@ def test_a_logsumexp_that_is_not_wanted_is_not_allocated(launched):
         assert all(a is b for a, b in zip(launch[:5], (q, k, v, *expected), strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::fa2_cute.emulation.EmulationNotice")
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_kernel_takes_a_logsumexp_without_rows(causal):
-    """In the emulator, which refuses to write outside of tensors."""
-    q, k, v = (normal((1, 40, heads, 64), seed) for seed, heads in enumerate((4, 2, 2)))
-    out, _, call = forward.prepare(q, k, v, window=(None, 0 if causal else None))
-    kernel = jit.compiled(call.spec(arch.TARGET), arch.TARGET)
-    forward.launch(kernel, call)
-    expected = out.clone()
-    out.fill_(torch.nan)
-    forward.launch(kernel, dataclasses.replace(call, tensors=(q, k, v, out, NO_LSE)))
-    assert torch.equal(out, expected)
+@pytest.mark.parametrize(
+    ("way", "has_lse"),
+    [("flash_attn_func", False), ("scaled_dot_product_attention", False), ("autocast", False), ("the operator", True)],
+)
+def test_a_known_call_allocates_what_is_wanted_of_it(launched, checked, way, has_lse):
+    """The operator's is promised by its schema."""
+    WAYS[way](*qkv())
+    ((*_, lse, _, _, _),) = launched
+    assert (lse is not NO_LSE) == has_lse
+
+
+LENGTHS = torch.tensor([0, 16, 32], dtype=torch.int32)
+
+
+def kvpacked(q, k, v, **options):
+    return fa2_cute.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), **options)
+
+
+def qkvpacked(q, k, v, **options):
+    return fa2_cute.flash_attn_qkvpacked_func(torch.stack((k, k, v), 2), **options)
+
+
+def varlen(q, k, v, **options):
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    return flash_attn_varlen_func(*rows, LENGTHS, LENGTHS, 16, 16, **options)
+
+
+def varlen_kvpacked(q, k, v, **options):
+    kv = torch.stack((k, v), 2).flatten(0, 1)
+    return fa2_cute.flash_attn_varlen_kvpacked_func(q.flatten(0, 1), kv, LENGTHS, LENGTHS, 16, 16, **options)
+
+
+def varlen_qkvpacked(q, k, v, **options):
+    qkv = torch.stack((k, k, v), 2).flatten(0, 1)
+    return fa2_cute.flash_attn_varlen_qkvpacked_func(qkv, LENGTHS, 16, **options)
+
+
+def of_many_options(q, k, v, **options):
+    of_heads = {"alibi_slopes": torch.ones(4), "learnable_sink": torch.ones(4)}
+    return flash_attn_func(q, k, v, causal=True, window_size=(9, 9), softcap=2.0, **of_heads, **options)
+
+
+def masked(q, k, v):
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    mask = torch.ones(16, 16, dtype=torch.bool)
+    return fa2_cute.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)
+
+
+def of_five_dimensions(q, k, v):
+    return fa2_cute.scaled_dot_product_attention(*(x.transpose(1, 2)[None] for x in (q, k, v)), enable_gqa=True)
+
+
+BY_FLASH_ATTN = (
+    flash_attn_func,
+    of_many_options,
+    kvpacked,
+    qkvpacked,
+    varlen,
+    varlen_kvpacked,
+    varlen_qkvpacked,
+)
+
+
+@pytest.fixture
+def allocated(monkeypatch):
+    """(calls that are launched, float32 tensors with memory that are allocated before); no kernel is run."""
+    calls, floats, empty = [], [], torch.empty
+
+    def noted(*shape, **options):
+        made = empty(*shape, **options)
+        if made.dtype == torch.float32 and made.numel() and made.device.type != "meta":
+            floats.append(made)
+        return made
+
+    monkeypatch.setattr(jit, "compiled", lambda *of_kernel: None)
+    monkeypatch.setattr(forward, "launch", lambda kernel, call: calls.append(call))
+    monkeypatch.setattr(torch, "empty", noted)
+    return calls, floats
+
+
+@pytest.mark.parametrize("function", [*BY_FLASH_ATTN, through_ours, masked, of_five_dimensions])
+def test_nothing_of_a_logsumexp_is_made_unless_it_is_asked_for(allocated, function):
+    calls, floats = allocated
+    out = function(*qkv())
+    (call,) = calls
+    *_, made, lse = call.tensors
+    assert made.data_ptr() == out.data_ptr()
+    assert floats == []
+    assert (lse.numel(), lse.dim(), lse.dtype, lse.stride(-1)) == (0, 3, torch.float32, 1)
+    assert lse.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("asking", ["return_softmax_lse", "return_attn_probs"])
+@pytest.mark.parametrize("function", BY_FLASH_ATTN)
+def test_a_logsumexp_that_is_asked_for_is_what_the_kernel_is_given(allocated, function, asking):
+    calls, floats = allocated
+    _, lse, *_ = function(*qkv(), **{asking: True})
+    (call,) = calls
+    assert call.tensors[4].data_ptr() == lse.data_ptr()
+    assert [x.data_ptr() for x in floats] == [lse.data_ptr()]
+    assert lse.numel() == 2 * 16 * call.problem.heads
+    assert lse.dim() == 2 + (not call.problem.features.varlen)
+
+
+def test_parts_of_a_call_have_no_logsumexp_either(allocated):
+    """More sequences than a grid takes."""
+    q = torch.zeros(forward.MAX_GRID_YZ + 2, 1, 1, 8, dtype=torch.bfloat16)
+    flash_attn_func(q, q, q)
+    parts = list(allocated[0][0].parts())
+    assert [part.tensors[0].shape[0] for part in parts] == [forward.MAX_GRID_YZ, 2]
+    assert [part.tensors[4].numel() for part in parts] == [0, 0]
+
+
+@pytest.mark.parametrize("options", [{}, {"learnable_sink": torch.ones(4)}], ids=["plain", "sink"])
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)], ids=str)
+def test_nor_has_a_call_with_nothing_to_compute(allocated, lengths, options):
+    q, k = (torch.zeros(2, length, 4, 64, dtype=torch.bfloat16) for length in lengths)
+    out = flash_attn_func(q, k, k, **options)
+    assert (out.shape, out.count_nonzero()) == (q.shape, 0)
+    assert allocated == ([], [])
+    _, lse = flash_attn_func(q, k, k, return_softmax_lse=True, **options)
+    assert (lse == (1.0 if options else -torch.inf)).all()
+
+
+@given(cases())
+@example(Case(query_len=40, key_len=70, heads=4, kv_heads=2))
+@example(Case("float16", 2, 40, 30, 4, 2, 64, causal=True))
+@example(Case("float16", 2, 9, 70, 2, 2, 96, value_dim=40, sink="mixed", mask="some"))
+@example(Case("bfloat16", heads=2, packed=((3, 5), (70, 130)), unused=(2, 0, 1, 0), causal=True))
+@settings(max_examples=settings().max_examples // 4)  # of the profile's
+def test_every_kernel_takes_a_logsumexp_without_rows(case):
+    """In the emulator, which refuses to write outside of tensors; and the output has the same bits."""
+    tensors, options = case.tensors(), case.options
+    expected, _ = call(*tensors, **options)
+    out, lse = call(*tensors, **options, wants_lse=False)
+    assert lse is None
+    assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
 
 
 def test_numbers_of_other_types_than_a_known_calls_are_checked(launched, checked):

@@ -106,18 +106,81 @@ def test_what_fails_in_a_process_fails():
         list(shipping.compile_all(wanted, store.default(), jobs=2))
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_folder_that_takes_nothing_is_an_error(tmp_path, capfd, jobs):
-    """A file where a folder should be: like a full disk, or a home that is read only."""
-    (tmp_path / "file").write_text("")
-    into = tmp_path / "file" / "shipped"
-    options = ["--head-dim", "24", "--features", "causal", "--into", str(into), "--jobs", str(jobs)]
+@pytest.fixture
+def nothing_compiles(monkeypatch):
+    def obtain(*of_kernel):
+        pytest.fail("a kernel was asked for")
+
+    monkeypatch.setattr(jit, "obtain", obtain)
+
+
+def ends_in_one_line(capsys, *arguments: str) -> str:
+    """What ``fa2-cute compile`` says on stderr as it fails."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(["compile", *options])
+        cli.main(["compile", *arguments])
+    printed = capsys.readouterr()
     assert ended.value.code == 1
-    printed = capfd.readouterr()
-    assert f"compiled kernels cannot be kept in {into}: --into" in " ".join(printed.err.split())
-    assert "kernels in" not in printed.out
+    assert printed.out.strip() == ""
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.mark.parametrize("given", ["--into", "FA2_CUTE_CACHE"])
+@pytest.mark.parametrize("below", ["", "shipped"])
+@pytest.mark.usefixtures("nothing_compiles")
+def test_a_folder_that_takes_nothing_is_an_error_before_anything_is_compiled(
+    monkeypatch, capsys, tmp_path, given, below
+):
+    """A file where the folder, or one above it, should be."""
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / below
+    monkeypatch.setenv("FA2_CUTE_CACHE", str(folder))
+    said = ends_in_one_line(capsys, *(["--into", str(folder)] if given == "--into" else []))
+    assert said.startswith(f"fa2-cute: {given}: got {folder}, takes a folder that can be written to: ")
+    assert ("Not a directory" if below else "File exists") in said
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_a_folder_that_may_not_be_written_to_is_an_error_too(monkeypatch, capsys, tmp_path):
+    """Its entries are folders, and this user may make none there (who runs the tests may be root, who may)."""
+
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shipping.tempfile, "TemporaryDirectory", refuse)
+    said = ends_in_one_line(capsys, "--into", str(tmp_path))
+    assert f"--into: got {tmp_path}, takes a folder that can be written to: Permission denied" in said
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_wrong_options_make_no_folder(capsys, tmp_path):
+    ends_in_one_line(capsys, "--head-dim", "100", "--into", str(tmp_path / "shipped"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_has_everything_need_not_be_written_to(monkeypatch, tmp_path):
+    monkeypatch.setattr(store.Store, "load", lambda self, name: "there")
+    (tmp_path / "file").write_text("")
+    kernels = [(spec, arch.TARGET) for spec in tiling.shipped(arch.TARGET)]
+    shipping.check_folder("--into", store.Store(tmp_path / "file"), kernels)
+    missing = jit.entry_name(*kernels[-1])
+    monkeypatch.setattr(store.Store, "load", lambda self, name: None if name == missing else "there")
+    with pytest.raises(OSError, match=r"^--into: got .*/file, takes"):
+        shipping.check_folder("--into", store.Store(tmp_path / "file"), kernels)
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_the_check_leaves_nothing_behind(tmp_path):
+    folder = tmp_path / "a" / "b"
+    shipping.check_folder("--into", store.Store(folder), [(tiling.shipped(arch.TARGET)[0], arch.TARGET)])
+    assert list(folder.iterdir()) == []
+
+
+def test_a_kernel_that_is_not_kept_is_an_error(monkeypatch, capsys, tmp_path):
+    """A disk that is full: calls go on with a warning, but here nothing else is wanted."""
+    monkeypatch.setattr(jit, "obtain", lambda *of_kernel: None)
+    said = ends_in_one_line(capsys, "--jobs", "1", "--into", str(tmp_path))
+    assert f"compiled kernels cannot be kept in {tmp_path}: --into" in said
 
 
 def _die():
@@ -189,14 +252,15 @@ def test_titles_tell_kernels_apart(name):
     ("options", "text"),
     [
         (["--features", "sparse"], "--features: got 'sparse', takes words joined by +, of full, causal"),
-        (["--features", "mask=bool+varlen"], "mask: takes calls of one length a batch"),
+        (["--features", "mask=bool+varlen"], "--features: got 'mask=bool+varlen': mask: takes calls of one length"),
         (["--head-dim", "wide"], "--head-dim: got 'wide', takes a number"),
-        (["--head-dim", "100"], "head_dim: got 100, takes multiples of 8"),
-        (["--dtype", "float32"], "dtype: got 'float32', takes 'float16' or 'bfloat16'"),
-        (["--kvcache", "--cache-dtype", "int8"], "cache_dtype: got 'int8'"),
+        (["--head-dim", "100"], "fa2-cute: --head-dim: got 100, takes multiples of 8"),
+        (["--head-dim", "64x100"], "fa2-cute: --head-dim: value_dim: got 100, takes multiples of 8"),
+        (["--dtype", "float32"], "fa2-cute: --dtype: got 'float32', takes 'float16' or 'bfloat16'"),
+        (["--kvcache", "--cache-dtype", "int8"], "fa2-cute: --cache-dtype: got 'int8'"),
         (["--kvcache", "--cache-dtype", "float8_e5m2", "--arch", "sm_80"], "--cache-dtype: got float8_e5m2"),
         (["--cache-dtype", "float8_e5m2"], "--cache-dtype: got float8_e5m2 without --kvcache"),
-        (["--arch", "sm_70"], "arch: got 'sm_70'"),
+        (["--arch", "sm_70"], "fa2-cute: --arch: got 'sm_70'"),
         (["--jobs", "0"], "--jobs: got 0, takes 1 or more"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

@@ -73,7 +73,8 @@ def handed_on(monkeypatch):
 
     def attend(q, k, v, **options):
         calls.append(((q, k, v), options))
-        return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(())
+        lse = q.new_empty(()) if options["wants_lse"] else None
+        return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
 
     monkeypatch.setattr(ops.forward, "attend", attend)
     return calls
@@ -108,6 +109,7 @@ def test_options_reach_the_core(handed_on):
         "mask": None,
         "cu_seqlens_q": None,
         "cu_seqlens_k": None,
+        "wants_lse": False,
     }
 
 
@@ -130,6 +132,7 @@ def test_results_that_are_asked_for(handed_on, name):
     assert [type(x) for x in probabilities] == [torch.Tensor, torch.Tensor, type(None)]
     both = function(*arguments, return_attn_probs=True, return_softmax_lse=True)
     assert len(both) == 3
+    assert [options["wants_lse"] for _, options in handed_on] == [False, True, True, True]
 
 
 def test_all_options_together_are_right():

@@ -60,7 +60,7 @@ def _no_compiled_graphs_of_another_test():
 def quick(monkeypatch):
     """The core is the float64 reference."""
 
-    def attend(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, **options):
+    def attend(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, wants_lse=True, **options):
         if not all(x.dtype in (torch.float16, torch.bfloat16) for x in (q, k, v)):
             raise TypeError(f"q: got dtype {q.dtype}, takes torch.float16 or torch.bfloat16")
         if cu_seqlens_q is None:
@@ -68,7 +68,7 @@ def quick(monkeypatch):
         else:
             options.pop("mask", None)
             out, lse = reference.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-        return out.to(q.dtype), lse.float()
+        return out.to(q.dtype), lse.float() if wants_lse else None
 
     monkeypatch.setattr(forward, "attend", attend)
 
@@ -187,6 +187,30 @@ def test_opcheck(quick, options):
     results = torch.library.opcheck(torch.ops.fa2_cute.attend.default, inputs, options)
     assert set(results.values()) == {"SUCCESS"}
     assert len(results) >= 4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_operator_has_a_logsumexp_whoever_calls_it(quick, compiled):
+    """As its schema promises: beneath autograd, and in a graph, where it may be wanted later."""
+    inputs, packed = qkv(), rows()
+    inputs[0].requires_grad_()
+    of_sequences = {"cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS}
+    for operator, given, options in (
+        (torch.ops.fa2_cute.attend.default, inputs, {}),
+        (torch.ops.fa2_cute.attend.default, packed, of_sequences),
+    ):
+        function = torch.compile(operator, **DYNAMIC) if compiled else operator
+        with torch.no_grad():
+            got, expected = function(*given, **options), forward.attend(*given, **options)
+        same(got, expected)
+
+    def both(q, k, v):
+        return flash_attn_func(q, k, v), flash_attn_func(q, k, v, return_softmax_lse=True)
+
+    with torch.no_grad():
+        alone, (out, lse) = (torch.compile(both, **DYNAMIC) if compiled else both)(*inputs)
+        expected, expected_lse = forward.attend(*inputs)
+    same((alone, out, lse), (expected, expected, expected_lse))
 
 
 def test_fake_tensors_have_the_shapes_of_real_ones(quick):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fa2_cute import arch, cli, emulation, forward, jit, reference, tiling, trace
+from fa2_cute import arch, cli, emulation, flash_attn_func, forward, jit, reference, tiling, trace
 from fa2_cute.emulator.counters import Counters
 from fa2_cute.problem import Problem
 from fa2_cute.spec import CAUSAL, FULL
@@ -16,8 +16,8 @@ def test_no_shipped_kernel_has_a_bank_conflict(spec):
     problem = Problem(
         spec.dtype, 1, spec.tile_m + 5, 4 * spec.tile_n - 3, 2, 1, spec.head_dim, spec.value_dim, spec.features
     )
-    found = trace.trace(problem)
-    assert found.spec == spec
+    (found,) = trace.trace(problem)
+    assert found.launch.spec == spec
     shared = [access for access in trace.accesses(found.stats) if access.wavefronts]
     assert {"ldmatrix", "cp"} <= {access.opcode.split(".")[0] for access in shared}
     assert {access: access.conflicts for access in shared if access.conflicts} == {}
@@ -45,7 +45,7 @@ def test_the_counter_of_conflicts_counts_them():
 def test_full_attention_does_the_work_of_its_tiles_and_reads_what_it_must():
     """128 x 128 full tiles: every count is known from the shape."""
     problem = Problem("float16", 2, 128, 128, 4, 2, 64, 64, FULL)
-    found = trace.trace(problem)
+    (found,) = trace.trace(problem)
     products = 2 * 4 * 2 * 128 * 128 * 64  # batch, heads, Q K^T and P V, multiply-adds of one head
     assert found.stats.mma * trace.MMA_MULTIPLY_ADDS == products == 2 * 8 * 64 * trace.visible_pairs(problem)
     assert found.stats.opcodes["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] == found.stats.mma
@@ -58,7 +58,8 @@ def test_full_attention_does_the_work_of_its_tiles_and_reads_what_it_must():
 
 
 def test_accesses_add_up_to_the_lines_they_group():
-    stats = trace.trace(Problem("bfloat16", 1, 130, 70, 2, 1, 64, 64, CAUSAL)).stats
+    (found,) = trace.trace(Problem("bfloat16", 1, 130, 70, 2, 1, 64, 64, CAUSAL))
+    stats = found.stats
     lines, grouped = stats.counters.lines.values(), trace.accesses(stats)
     for name in ("executions", "wavefronts", "conflicts", "sectors", "bytes"):
         assert sum(getattr(x, name) for x in lines) == sum(getattr(x, name) for x in grouped)
@@ -102,15 +103,87 @@ def test_the_command_prints_its_tables(capsys):
     assert caught.value.code == 0
     for text in ("mma.sync", "ldmatrix", "conflicts", "products.py:", "source", "sectors", "lse", "multiply-adds"):
         assert text in printed
+    assert "Kernels of this call on sm_120 with 170 SMs: 1\n" in printed
+    assert "1. float16, head_dim 64, causal" in printed
+
+
+CALLS = {
+    "short": (1, 70, 70, 4, 2, False),
+    "in parts": (forward.MAX_GRID_YZ + 1, 1, 1, 1, 1, False),
+    "few queries": (1, 1, 1100, 4, 2, True),
+    "a tile of queries": (2, 16, 1024, 4, 2, False),
+    "few tiles": (1, 200, 2048, 2, 1, True),
+    "few queries of many heads": (1, 1, 1024, 340, 170, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore::fa2_cute.emulation.EmulationNotice")
+@pytest.mark.parametrize("what", CALLS)
+def test_what_is_counted_is_what_a_call_launches(monkeypatch, what):
+    """The very kernels, grids and shapes, whatever ``forward.attend`` goes by; nothing is run here."""
+    batch, query_len, key_len, heads, kv_heads, causal = CALLS[what]
+    ran = []
+
+    def run(kernel, grid, values, *, tiles=0, counters=False):
+        shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in values]
+        ran.append((kernel.spec, grid, shapes, tiles))
+
+    monkeypatch.setattr(emulation, "run", run)
+    q = torch.zeros(batch, query_len, heads, 64, dtype=torch.bfloat16)
+    k = torch.zeros(batch, key_len, kv_heads, 64, dtype=torch.bfloat16)
+    flash_attn_func(q, k, k, causal=causal, return_softmax_lse=True)
+    by_call, ran[:] = list(ran), []
+    features = CAUSAL if causal else FULL
+    traces = trace.trace(Problem("bfloat16", batch, query_len, key_len, heads, kv_heads, 64, 64, features))
+    assert ran == by_call
+    assert [one.launch.spec for one in traces] == [spec for spec, *_ in ran]
+    kinds = [type(one.launch.spec).__name__ for one in traces]
+    expected = {"short": ["ForwardSpec"], "in parts": ["ForwardSpec"] * 2, "few queries of many heads": ["DecodeSpec"]}
+    assert kinds == expected.get(what, ["DecodeSpec", "CombineSpec"])
+
+
+def test_split_calls_are_counted_kernel_by_kernel():
+    """Every count of these is known from the shape: each split writes its part, the combination reads them all."""
+    query_len, key_len, heads, kv_heads, dim = 1, 1024, 4, 2, 64
+    split, combine = trace.trace(Problem("float16", 1, query_len, key_len, heads, kv_heads, dim, dim, FULL))
+    splits = split.launch.values[-1]
+    assert splits > 1
+    parts = splits * query_len * heads * 4  # bytes of one float32 for each row of each split
+    read, written = split.stats.counters.read, split.stats.counters.written
+    assert (read["k_cache"], read["v_cache"]) == (key_len * kv_heads * dim * 2,) * 2
+    assert (written["partial_out"], written["partial_state"]) == (parts * dim, parts * 2)
+    assert written["out"] == written["lse"] == 0
+    assert split.stats.mma * trace.MMA_MULTIPLY_ADDS >= 2 * heads * dim * trace.visible_pairs(split.problem)
+    read, written = combine.stats.counters.read, combine.stats.counters.written
+    assert written == {"out": query_len * heads * dim * 2, "lse": query_len * heads * 4}
+    assert read["partial_out"] == parts * dim
+    assert combine.stats.mma == 0
+
+
+def test_the_command_says_which_kernels_a_call_takes(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["trace", "1x1x4x64", "--key-len", "1100", "--causal"])
+    printed = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "Kernels of this call on sm_120 with 170 SMs: 2\n" in printed
+    assert "1. decode, bfloat16, head_dim 64" in printed
+    assert "2. combining" in printed
+    for text in ("k_cache", "partial_out", "multiply-adds that the shape needs"):
+        assert text in printed
+    assert "block_table" not in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["1x2x3"], "SHAPE: got '1x2x3', takes BATCHxQUERY_LENxHEADSxHEAD_DIM"),
-        (["1x0x1x64"], "takes 1 or more"),
-        (["1x8x4x64", "--kv-heads", "3"], "KV heads"),
-        (["1x8x4x100"], "head_dim"),
+        (["1x0x1x64"], "SHAPE: got 1x0x1x64, takes numbers from 1 to"),
+        (["1x99999999999999999999x1x64"], "SHAPE: got 1x99999999999999999999x1x64, takes numbers from 1 to"),
+        (["1x8x4x64", "--key-len", "0"], "--key-len: got 0, takes numbers from 1 to"),
+        (["1x8x4x64", "--key-len", str(2**30)], f"--key-len: got {2**30}, takes numbers from 1 to {2**30 - 1}"),
+        (["1x8x4x64", "--kv-heads", "0"], "--kv-heads: got 0, takes numbers from 1 to"),
+        (["1x8x4x64", "--kv-heads", "3"], "--kv-heads: got 3, takes a divisor of SHAPE's 4 heads"),
+        (["1x8x4x100"], "SHAPE: got head_dim 100, takes multiples of 8"),
         (["1x8x4x64", "--dtype", "float32"], "--dtype: got 'float32', takes"),
     ],
 )
@@ -118,4 +191,6 @@ def test_the_command_refuses_what_is_no_shape_in_one_line(arguments, text, capsy
     with pytest.raises(SystemExit) as caught:
         cli.main(["trace", *arguments])
     assert caught.value.code == 1
-    assert text in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"fa2-cute: {text}")
+    assert said.count("\n") == 1

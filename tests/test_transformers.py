@@ -106,14 +106,14 @@ def quick(monkeypatch):
     """The core in float64: who sees whom is what is asked. Gives the options of its calls, a layer each."""
     calls = []
 
-    def attend(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, **options):
-        calls.append(options | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
+    def attend(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, wants_lse=True, **options):
+        calls.append(options | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "wants_lse": wants_lse})
         if cu_seqlens_q is None:
             out, lse = reference.attention(q, k, v, **options)
         else:
             assert options.pop("mask", None) is None
             out, lse = reference.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-        return out.to(q.dtype), lse.float()
+        return out.to(q.dtype), lse.float() if wants_lse else None
 
     monkeypatch.setattr(forward, "attend", attend)
     return calls
@@ -154,6 +154,7 @@ def test_the_form_of_a_mask(quick, name, kind, forms):
     of(**inputs(kind))
     layers = of.config.num_hidden_layers
     assert [form_of(call) for call in quick] == (forms if len(forms) == layers else forms * layers)
+    assert not any(call["wants_lse"] for call in quick)
 
 
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa2_cute import reference
+from fa2_cute import checks, forward, reference
 from fa2_cute.emulator.errors import GlobalRace
 from fa2_cute.forward import attend
 from fa2_cute.fuzz import Case, check
@@ -126,6 +126,14 @@ def test_cumulative_lengths_beyond_the_rows_are_cut(edges_q, edges_k, fields):
     check_tensors(q, k, v, **options, **edges)
 
 
+@contextlib.contextmanager
+def as_on_a_gpu():
+    """Where nobody looks at cumulative lengths before the kernel does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "refuse_decreasing", lambda name, cu_seqlens: None)
+        yield
+
+
 anything = st.integers(-5, 100) | st.integers(-(2**31), 2**31 - 1)
 
 
@@ -134,7 +142,9 @@ def test_keys_of_any_cumulative_lengths_are_those_there_are(edges):
     """Not monotone, overlapping, out of range: each sequence has the keys between its two numbers, if any."""
     q, k, v = (x[0] for x in Case(query_len=90, key_len=80, heads=2).tensors())
     cu_q = torch.tensor(sorted(pair[0] for pair in edges), dtype=torch.int32)
-    check_tensors(q, k, v, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=torch.tensor([pair[1] for pair in edges]).int())
+    cu_k = torch.tensor([pair[1] for pair in edges], dtype=torch.int32)
+    with as_on_a_gpu():
+        check_tensors(q, k, v, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
 @given(st.lists(st.tuples(anything, anything), min_size=2, max_size=40))
@@ -142,8 +152,24 @@ def test_cumulative_lengths_that_make_no_sense_fault_nowhere(edges):
     """Queries that overlap are written by both sequences, and the order is not defined. Every access stays inside."""
     q, k, v = (x[0] for x in Case(query_len=90, key_len=80, heads=2).tensors())
     cu_q, cu_k = torch.tensor(edges).int().unbind(1)
-    with contextlib.suppress(GlobalRace):
+    with as_on_a_gpu(), contextlib.suppress(GlobalRace):
         call(q, k, v, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
+@quiet
+@given(st.lists(anything, min_size=1, max_size=40))
+def test_on_the_cpu_lengths_are_refused_if_and_only_if_they_decrease(numbers):
+    lengths = torch.tensor(numbers, dtype=torch.int32)
+    rising = lengths.sort().values
+    x = torch.zeros(9, 1, 64, dtype=torch.float16)
+    decreases = numbers != sorted(numbers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward.jit, "compiled", lambda *kernel: None)
+        patch.setattr(forward, "launch", lambda kernel, call: None)
+        for cu_q, cu_k in ((lengths, rising), (rising, lengths)):
+            refusal = pytest.raises(ValueError, match=r"^cu_seqlens_[qk]: got .*, takes numbers that do not decrease")
+            with refusal if decreases else contextlib.nullcontext():
+                attend(x, x, x, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
 @quiet

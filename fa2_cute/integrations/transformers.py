@@ -77,7 +77,7 @@ def attention(
     refuse_dropout(dropout)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sink": s_aux}
+    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sink": s_aux, "wants_lse": False}
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     if cu_seq_lens_q is not None:
@@ -89,9 +89,8 @@ def attention(
         if position_bias is not None:
             raise NotImplementedError("position_bias: got a tensor, takes None with packed sequences")
         packed = (x.flatten(0, 1) for x in (q, k, v))
-        out, _ = ops.attend_named(
-            _NAMES, *packed, window=window, cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k, **options
-        )
+        lengths = {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k}
+        out, _ = ops.attend_named(_NAMES, *packed, window=window, **lengths, **options)
         return out.view(*q.shape[:2], *out.shape[1:]), None
 
     window, bias = _window_and_mask(attention_mask, is_causal, q.dtype)

@@ -34,7 +34,9 @@ def test_without_a_gpu_it_says_what_it_needs(capsys, arguments):
     [
         (("nonsense",), "got 'nonsense', takes any of host, memory, prefill"),
         (("--shape", "3x"), "--shape: got '3x'"),
-        (("--shape", "1x8x6x64", "--kv-heads", "4"), "kv_heads: got 4"),
+        (("--shape", "1x8x6x64", "--kv-heads", "4"), "fa2-cute: --kv-heads: got 4, takes a divisor of 6 heads"),
+        (("--shape", "1x8x6x64", "--key-len", "0"), "fa2-cute: --key-len: got 0"),
+        (("--heads", "0"), "fa2-cute: --heads: got 0"),
         (("--cell", "3"), "--cell: got '3'"),
         (("--tile", "big"), "--tile: got 'big'"),
         (("--dtype", "float8"), "--dtype: got 'float8'"),

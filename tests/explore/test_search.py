@@ -123,15 +123,15 @@ def test_the_report_answers_and_asks_nothing_of_a_network(found, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--arch", "sm_42"), "arch: got 'sm_42', takes one of sm_80"),
-        (("--head-dim", "12"), "head_dim: got 12, takes multiples of 8"),
-        (("--head-dim", "0"), "head_dim: got 0"),
-        (("--seqlen", "0"), "query_len: got 0"),
+        (("--arch", "sm_42"), "fa2-cute: --arch: got 'sm_42', takes one of sm_80"),
+        (("--head-dim", "12"), "fa2-cute: --head-dim: got 12, takes multiples of 8"),
+        (("--head-dim", "0"), "fa2-cute: --head-dim: got 0"),
+        (("--seqlen", "0"), "fa2-cute: --seqlen: got 0"),
         (("--vary", "tile_k=3"), "--vary: got 'tile_k=3', takes NAME=VALUE"),
-        (("--dtype", "float8"), "dtype: got 'float8'"),
+        (("--dtype", "float8"), "fa2-cute: --dtype: got 'float8'"),
         (("--jobs", "0"), "--jobs: got 0"),
         (("--apply", "--arch", "sm_80"), "--apply: needs measured times"),
-        (("--kv-heads", "5"), "kv_heads: got 5, takes a divisor of 32 heads"),
+        (("--kv-heads", "5"), "fa2-cute: --kv-heads: got 5, takes a divisor of 32 heads"),
     ],
 )
 def test_bad_input_is_one_line(arguments, text, capsys, tmp_path, monkeypatch):
