@@ -198,7 +198,9 @@ class ForwardSpec:
         groups = (heads + group - 1) // group
         if self.features.varlen:
             return (packed_tiles(batch, query_len, self.tile_m) * group, groups, 1)
-        return ((query_len + self.tile_m - 1) // self.tile_m * group, groups, batch)
+        tiles = (query_len + self.tile_m - 1) // self.tile_m
+        sequences = 1 << sequences_log2(batch, tiles)
+        return (tiles * group * sequences, groups, (batch + sequences - 1) // sequences)
 
     def parameters(self) -> tuple[Parameter | None, ...]:
         """The kernel's arguments in order; what the features do not need is None."""
@@ -247,3 +249,13 @@ def group_log2(heads):
     integers and DSL integers alike.
     """
     return 1 * (heads >= 8) + 1 * (heads >= 4) + 1 * (heads >= 2)
+
+
+def sequences_log2(batch, tiles):
+    """log2 of the sequences, of ``tiles`` query tiles a head, whose blocks run side by side.
+
+    Under a causal mask a head's tiles differ, and the longest come first; of few tiles a head, those of some sequences
+    come together, or the last blocks to start would be as long as any. Eight heads then have about as many blocks as
+    132 SMs hold. Takes Python integers and DSL integers alike.
+    """
+    return sum(1 * (batch >= 1 << n) * (tiles <= 32 >> n) for n in (1, 2, 3, 4))

@@ -49,9 +49,9 @@ _LARGE_SHARED = {
 # A block has 163 KiB there, and so has the SM: 8 warps of head_dim 256 must share theirs.
 _SM_80 = {**_LARGE_SHARED, 256: Tile(128, 32, 8, query_in_registers=True)}
 
-# Causal, 64 keys a step are 1 to 2% faster than 48; without a mask 2% slower from 2048 keys on (bfloat16;
-# docs/performance.md); with a window they spill.
-_CAUSAL = {Tile(128, 48, 4): Tile(128, 64, 4)}
+# bfloat16 without a bound on the left: 64 keys a step are 5% faster than 48 at length 512 and as fast at 8192
+# (docs/performance.md); with a bound they spill.
+_WITHOUT_LEFT = {Tile(128, 48, 4): Tile(128, 64, 4)}
 
 # What more a row's state, mask addresses and the arithmetic on scores need of the registers does not fit beside 32 rows
 # a warp: the same tiles on twice the warps. Of mask elements 32 columns at head_dim 128, not 64.
@@ -82,8 +82,8 @@ def choose(dtype: str, head_dim: int, value_dim: int, features: Features, arch: 
     table = _TABLE[arch.name]
     width = max(head_dim, value_dim)
     tile = table[min(widest for widest in table if width <= widest)]
-    if features.right and not features.left and dtype == "bfloat16":
-        tile = _CAUSAL.get(tile, tile)
+    if dtype == "bfloat16" and not features.left:
+        tile = _WITHOUT_LEFT.get(tile, tile)
     if features.changes_scores or (features.left and features.varlen):
         tile = _SMALLER.get(tile, tile)
     # float16 has no room for a reference that is not followed: 2^16 above it a probability overflows. With a mask, a

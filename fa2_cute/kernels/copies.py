@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32, Uint64
+from cutlass import Int32, Int64, Uint32, Uint64
 
 from . import layouts
 from .place import opaque
@@ -17,6 +17,40 @@ class Rows:
     mX: cute.Tensor
     first: Int32
     end: Int32
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A sequence's rows in global memory, where a thread reads or writes 16 bytes of each at one place.
+
+    An address is a 64-bit base plus the product of two 32-bit numbers, row and row_bytes: one wide multiply-add, right
+    for rows of less than 4 GiB. CuTe's own, with its 64-bit stride, takes six instructions.
+
+    base        address of this thread's vector in the sequence's first row, in bytes
+    row_bytes   from one row to the next
+    """
+
+    base: Int64
+    row_bytes: Uint32
+
+    def at(self, row: Int32) -> Int64:
+        """The address in row ``row``, which is not negative."""
+        return self.base + Int64(Uint64(Uint32(row)) * Uint64(self.row_bytes))
+
+
+def make_lines(rows: Rows, col: Int32) -> Lines:
+    """Lines through column ``col``."""
+    element_bytes = rows.mX.element_type.width // 8
+    stride = rows.mX.stride[0]
+    base = rows.mX.iterator.toint() + (Int64(rows.first) * stride + Int64(col)) * element_bytes
+    # Opaque, or LLVM makes the 64-bit stride of it again, with a shift and a mask for each half of each address.
+    return Lines(base, opaque(Uint32(stride * element_bytes)))
+
+
+def vector_at(mX: cute.Tensor, address: Int64, layout: cute.Layout) -> cute.Tensor:
+    """The 16 bytes of mX at ``address``, as the operand of a copy atom."""
+    pointer = cute.make_ptr(mX.element_type, address, cutlass.AddressSpace.gmem, assumed_align=layouts.VECTOR_BYTES)
+    return cute.make_tensor(pointer, layout)
 
 
 @cute.jit
@@ -36,41 +70,33 @@ def load_rows(
     thr_copy = copy.tiled.get_slice(tidx)
     tXsX = thr_copy.partition_D(sX)
     tXcX = thr_copy.partition_D(cute.make_identity_tensor(flat_shape(sX)))
-    vectors = make_vectors(rows.mX, tXsX)
-    zeros = None
+    own_row, own_col = tXcX[0, 0, 0]
+    lines = make_lines(rows, own_col)
+    layout = cute.make_layout((tXsX.shape[0],))
+    last = rows.end - rows.first - 1
+    zeros, plain_copy = None, layouts.vector_atom(sX.element_type)
     if cutlass.const_expr(zero_past_end):
-        zeros = cute.make_rmem_tensor(vectors.layout, sX.element_type)
+        zeros = cute.make_rmem_tensor(layout, sX.element_type)
         zeros.fill(0.0)
     whole, width = _whole_passes(copy, rows.mX), rows.mX.shape[1]
     for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-        row = rows.first + first_row + tXcX[0, i, 0][0]
+        row = first_row + own_row + i * copy.rows
+        address = lines.at(cutlass.min(row, last))
         for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
-            if cutlass.const_expr(j < whole) or tXcX[0, i, j][1] < width:
-                _load_vector(copy, vectors, row, rows.end, tXcX[0, i, j][1], tXsX[None, i, j], zeros)
-
-
-@cute.jit
-def _load_vector(
-    copy: layouts.RowCopy,
-    vectors: "Vectors",
-    row: Int32,
-    end: Int32,
-    col: Int32,
-    tXsX: cute.Tensor,
-    zeros: cute.Tensor | None,
-):
-    if cutlass.const_expr(zeros is not None):
-        if row < end:
-            cute.copy_atom_call(copy.tiled, vectors.at(row, col), tXsX)
-        else:
-            cute.copy_atom_call(vectors.plain_copy, zeros, tXsX)
-    else:
-        cute.copy_atom_call(copy.tiled, vectors.at(cutlass.min(row, end - 1), col), tXsX)
+            if cutlass.const_expr(j < whole) or tXcX[0, 0, j][1] < width:
+                vector = vector_at(rows.mX, address + j * copy.lanes * layouts.VECTOR_BYTES, layout)
+                if cutlass.const_expr(zero_past_end):
+                    if row <= last:
+                        cute.copy_atom_call(copy.tiled, vector, tXsX[None, i, j])
+                    else:
+                        cute.copy_atom_call(plain_copy, zeros, tXsX[None, i, j])
+                else:
+                    cute.copy_atom_call(copy.tiled, vector, tXsX[None, i, j])
 
 
 def _whole_passes(copy: layouts.RowCopy, mX: cute.Tensor) -> int:
     """How many passes over a row cover only columns that mX has."""
-    return mX.shape[1] // (copy.lanes * vector_elements(mX))
+    return mX.shape[1] // (copy.lanes * layouts.VECTOR_BYTES * 8 // mX.element_type.width)
 
 
 @cute.jit
@@ -92,29 +118,23 @@ class Ring:
 
     rows        the sequence's rows of K or V in global memory
     sX          (tile_n, width, stages)
-    column      address in global memory of this thread's first vector of key tile 0, in bytes
-    row_bytes   from one row to the next
+    lines       through this thread's first vector of key tile 0: its own row is in the base, so that what is added for
+                a tile is the same for all threads
     """
 
     copy: layouts.RowCopy
     tidx: Int32
     rows: Rows
     sX: cute.Tensor
-    column: Int64
-    row_bytes: Uint32
+    lines: Lines
 
 
 def make_ring(copy: layouts.RowCopy, tidx: Int32, rows: Rows, sX: cute.Tensor) -> Ring:
     """The ring of ``rows`` in sX (tile_n, width, stages)."""
-    element_bytes = rows.mX.element_type.width // 8
     tXcX = copy.tiled.get_slice(tidx).partition_D(cute.make_identity_tensor(flat_shape(sX)))
-    # Opaque, or LLVM makes the 64-bit stride of it again, with a shift and a mask for each half of each address.
-    row_bytes = opaque(Uint32(rows.mX.stride[0] * element_bytes))
     first_row, first_col = tXcX[0, 0, 0]
-    column = rows.mX.iterator.toint() + Int64(first_col) * element_bytes
-    # The thread's own row is in here: what is added for a tile is then the same for all threads.
-    column = column + Int64(Uint64(Uint32(rows.first + first_row)) * Uint64(row_bytes))
-    return Ring(copy, tidx, rows, sX, column, row_bytes)
+    lines = make_lines(rows, first_col)
+    return Ring(copy, tidx, rows, sX, Lines(lines.at(first_row), lines.row_bytes))
 
 
 @cute.jit
@@ -126,73 +146,25 @@ def load_last_tile(ring: Ring, tile: Int32, slot: Int32, zero_past_end: cutlass.
 
 @cute.jit
 def load_tile(ring: Ring, tile: Int32, slot: Int32):
-    """Key tile ``tile``, all of whose rows exist, into ``slot``.
-
-    An address is the 64-bit column plus the product of two 32-bit numbers, rows and row_bytes: one wide multiply-add,
-    right for rows of less than 4 GiB.
-    """
-    thr_copy = ring.copy.tiled.get_slice(ring.tidx)
+    """Key tile ``tile``, all of whose rows exist, into ``slot``."""
+    copy, mX = ring.copy, ring.rows.mX
+    thr_copy = copy.tiled.get_slice(ring.tidx)
     tXsX = thr_copy.partition_D(ring.sX)
     tXcX = thr_copy.partition_D(cute.make_identity_tensor(flat_shape(ring.sX)))
     tile_n, _ = flat_shape(ring.sX)
     layout = cute.make_layout((tXsX.shape[0],))
-    whole, width = _whole_passes(ring.copy, ring.rows.mX), ring.rows.mX.shape[1]
+    whole, width = _whole_passes(copy, mX), mX.shape[1]
     for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-        offset = Uint64(Uint32(tile * tile_n + i * ring.copy.rows)) * Uint64(ring.row_bytes)
-        address = ring.column + Int64(offset)
+        address = ring.lines.at(tile * tile_n + i * copy.rows)
         for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
             if cutlass.const_expr(j < whole) or tXcX[0, 0, j][1] < width:
-                vector = _vector_of_pass(ring, address, j, layout)
-                cute.copy_atom_call(ring.copy.tiled, vector, tXsX[None, i, j, slot])
-
-
-def _vector_of_pass(ring: Ring, address: Int64, j: int, layout: cute.Layout) -> cute.Tensor:
-    """The vector of pass ``j`` over the columns of the row at ``address``."""
-    pointer = cute.make_ptr(
-        ring.rows.mX.element_type,
-        address + j * ring.copy.lanes * layouts.VECTOR_BYTES,
-        cutlass.AddressSpace.gmem,
-        assumed_align=layouts.VECTOR_BYTES,
-    )
-    return cute.make_tensor(pointer, layout)
+                vector = vector_at(mX, address + j * copy.lanes * layouts.VECTOR_BYTES, layout)
+                cute.copy_atom_call(copy.tiled, vector, tXsX[None, i, j, slot])
 
 
 def flat_shape(sX: cute.Tensor) -> tuple[int, int]:
     """(rows, cols) of a tile whose swizzled layout has nested modes."""
     return (cute.size(sX.shape[0]), cute.size(sX.shape[1]))
-
-
-def vector_elements(mX: cute.Tensor) -> int:
-    """Elements of 16 bytes of mX."""
-    return layouts.VECTOR_BYTES * 8 // mX.element_type.width
-
-
-@dataclass(frozen=True)
-class Vectors:
-    """A tensor (len, cols) in global memory, 16 bytes at a time: what all of them share is traced once.
-
-    start, stride   its first element, and elements from one row to the next
-    elements        of one vector; ``layout`` is a vector's as the operand of a copy atom
-    plain_copy      one vector by an ordinary load or store
-    """
-
-    start: cute.Pointer
-    stride: Int64
-    elements: int
-    layout: cute.Layout
-    plain_copy: cute.CopyAtom
-
-    def at(self, row: Int32, col: Int32) -> cute.Tensor:
-        """The vector at (row, col)."""
-        # The product in 64 bits: row * stride passes 2^31 elements in long or wide tensors.
-        offset = Int64(row) * self.stride + Int64(col)
-        return cute.make_tensor(self.start + cute.assume(offset, divby=self.elements), self.layout)
-
-
-def make_vectors(mX: cute.Tensor, tXsX: cute.Tensor) -> Vectors:
-    """Those of mX (len, cols), for copies to or from tXsX (vector, ...), a thread's partition of a tile."""
-    layout = cute.make_layout((tXsX.shape[0],))
-    return Vectors(mX.iterator, mX.stride[0], vector_elements(mX), layout, layouts.vector_atom(mX.element_type))
 
 
 @cute.jit
@@ -206,7 +178,7 @@ def negate_own(copy: layouts.RowCopy, tidx: Int32, sX: cute.Tensor, cols: cutlas
     rX = cute.make_rmem_tensor((tXsX.shape[0],), sX.element_type)
     for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
         if tXcX[0, 0, j][1] < cols:
-            for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
+            for i in cutlass.range(cute.size(tXsX.shape[1]), unroll=1):  # rare: short code rather than fast
                 vector = tXsX[None, i, j]
                 cute.copy_atom_call(atom, vector, rX)
                 rX.store(-rX.load())
@@ -246,25 +218,35 @@ def store_rows(
     cute.copy(to_shared, thr_shared.retile(rX), thr_shared.partition_D(sX))
     cute.arch.sync_warp()
 
-    to_global = layouts.vector_row_copy(dtype, 32, lanes)
-    thr_global = to_global.tiled.get_slice(tidx % 32)
-    cX = cute.make_identity_tensor(flat_shape(sX))
-    warp = cute.arch.make_warp_uniform(tidx // 32)
+    copy = layouts.vector_row_copy(dtype, 32, lanes)
+    thr_copy = copy.tiled.get_slice(cute.arch.lane_idx())
     tile_rows, cols = flat_shape(sX)
-    stripe = (16, cols)
-    whole = _whole_passes(to_global, mX)
-    blocks = tile_rows // (16 * warps)
-    for i in cutlass.range_constexpr(blocks):
-        tXsX = thr_global.partition_S(cute.local_tile(sX, stripe, (warp * blocks + i, 0)))
-        tXcX = thr_global.partition_S(cute.local_tile(cX, stripe, (warp * blocks + i, 0)))
+    warp_rows = tile_rows // warps
+    warp = cute.arch.make_warp_uniform(tidx // 32)
+    tXsX = thr_copy.partition_S(cute.local_tile(sX, (warp_rows, cols), (warp, 0)))
+    tXcX = thr_copy.partition_S(cute.make_identity_tensor((warp_rows, cols)))
+    own_row, own_col = tXcX[0, 0, 0]
+    lines = make_lines(rows, own_col)
+    row = first_row + warp * warp_rows + own_row
+    length = rows.end - rows.first
+    if first_row + tile_rows <= length:
         tXrX = cute.make_rmem_tensor_like(tXsX, dtype)
-        vectors = make_vectors(mX, tXsX)
-        cute.copy(to_global.tiled, tXsX, tXrX)
-        for r in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-            row = rows.first + first_row + tXcX[0, r, 0][0]
-            for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
-                exists = Boolean(row < rows.end)
-                if cutlass.const_expr(j >= whole):
-                    exists = exists & (tXcX[0, 0, j][1] < mX.shape[1])
-                if exists:
-                    cute.copy_atom_call(to_global.tiled, tXrX[None, r, j], vectors.at(row, tXcX[0, r, j][1]))
+        cute.copy(copy.tiled, tXsX, tXrX)
+        for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
+            _store_row(copy, mX, lines.at(row + i * copy.rows), tXcX, tXrX[None, i, None])
+    else:
+        for i in cutlass.range(cute.size(tXsX.shape[1]), unroll=1):  # rarer: short code rather than fast
+            if row + i * copy.rows < length:
+                rRow = cute.make_rmem_tensor_like(tXsX[None, 0, None], dtype)
+                cute.copy(copy.tiled, tXsX[None, i, None], rRow)
+                _store_row(copy, mX, lines.at(row + i * copy.rows), tXcX, rRow)
+
+
+@cute.jit
+def _store_row(copy: layouts.RowCopy, mX: cute.Tensor, address: Int64, tXcX: cute.Tensor, rRow: cute.Tensor):
+    """This thread's vectors (vector, passes) of one row."""
+    layout, whole, width = cute.make_layout((rRow.shape[0],)), _whole_passes(copy, mX), mX.shape[1]
+    for j in cutlass.range_constexpr(cute.size(rRow.shape[1])):
+        if cutlass.const_expr(j < whole) or tXcX[0, 0, j][1] < width:
+            vector = vector_at(mX, address + j * copy.lanes * layouts.VECTOR_BYTES, layout)
+            cute.copy_atom_call(copy.tiled, rRow[None, j], vector)

@@ -13,8 +13,8 @@ tiles that need a causal mask come first and the loop over the others carries no
     O += P V(t)
 
 Which reference m is subtracted is a choice, exact either way (kernels/softmax.py). ``reference="trailing"`` follows the
-row maximum in every tile. ``reference="first"`` takes it from the first steps, which also mask; the loop that remains
-has no maximum, no vote and no branch, and the compiler overlaps exponentials and MMAs freely. Should a later score be
+row maximum in every tile. ``reference="first"`` takes it from the first steps, which also mask (two of them at once
+where Q is in registers); the loop that remains has no maximum, no vote and no branch, and the compiler overlaps exponentials and MMAs freely. Should a later score be
 so much larger that anything overflows, the block finds out at its end and computes everything again, following the
 maximum in one loop that masks where it must: code that is rarely run is kept short, because what it needs is kept from
 the registers of the loop that matters. Blocks of few keys take that loop at once: there the rounding of a row's largest
@@ -206,16 +206,17 @@ class Forward:
         )
         here = place.read()
         work = self.work(inputs, here)
-        if (work.head < mQ.shape[2]) & (work.first_row >= 0):
+        if (work.head < mQ.shape[2]) & (work.b < mQ.shape[0]) & (work.first_row >= 0):
             self.attend_tile(inputs, here.thread, work)
 
     @cute.jit
     def work(self, inputs: Inputs, here: place.Place) -> schedule.Work:
         """What the block at ``here`` has to do."""
-        heads, queries, keys = inputs.mQ.shape[2], inputs.mQ.shape[1], inputs.mK.shape[1]
+        batch, queries, heads, _ = inputs.mQ.shape
+        keys = inputs.mK.shape[1]
         if cutlass.const_expr(self.spec.features.varlen):
             return schedule.packed_work(here, heads, queries, keys, inputs.mCuQ, inputs.mCuK, self.spec.tile_m)
-        return schedule.batched_work(here, heads, queries, keys, self.spec.tile_m)
+        return schedule.batched_work(here, batch, heads, queries, keys, self.spec.tile_m)
 
     @cute.jit
     def work_again(self, inputs: Inputs, here: place.Place, work: schedule.Work) -> schedule.Work:
@@ -236,7 +237,7 @@ class Forward:
         if loop.tiles.end > loop.tiles.begin:
             self.load_queries(inputs, shared, loop)
 
-        few = loop.tiles.end - loop.tiles.begin <= FOLLOWED_KEYS // spec.tile_n
+        few = loop.tiles.end - loop.tiles.begin <= max(FOLLOWED_KEYS // spec.tile_n, 1)
         if cutlass.const_expr(spec.reference == "trailing"):
             slack = Float32(0.0) if few else Float32(softmax.RESCALE_SLACK)
             self.follow(loop, slack)
@@ -417,14 +418,20 @@ class Forward:
     @cute.jit
     def keep_first_reference(self, loop: Mainloop):
         """All steps, the reference being a row's maximum in the first of them; with a bound on the right, where those
-        are the tiles at the diagonal, the maximum of the first tile in which the row sees a key."""
+        are the tiles at the diagonal, the maximum of the first tile (or two) in which the row sees a key."""
         tiles = loop.tiles
-        self.start(loop)
         slack = Float32.inf if cutlass.const_expr(self.spec.features.right) else Float32(0.0)
-        self.steps(loop, tiles.end, tiles.referenced, "some", slack)
+        end, referenced = tiles.end, tiles.referenced
+        if cutlass.const_expr(self.spec.query_in_registers and not self.spec.features.left):
+            self.first_two_steps(loop, slack)
+            end = end - 2
+            referenced = cutlass.min(referenced, end)
+        else:
+            self.start(loop)
+        self.steps(loop, end, referenced, "some", slack)
         softmax.settle(loop.state, loop.scale)
-        plain_begin = cutlass.min(tiles.plain_begin, tiles.referenced)
-        self.steps(loop, tiles.referenced, plain_begin, "none", None)
+        plain_begin = cutlass.min(tiles.plain_begin, referenced)
+        self.steps(loop, referenced, plain_begin, "none", None)
         if cutlass.const_expr(self.spec.features.left):
             self.steps(loop, plain_begin, tiles.begin, "all", None)
 
@@ -451,6 +458,101 @@ class Forward:
             cute.arch.sync_threads()
             if end > loop.tiles.begin:
                 products.load_queries(loop.operands)
+
+    @cute.jit
+    def first_two_steps(self, loop: Mainloop, slack: Float32):
+        """The last two key tiles, of which there must be two, at once: the maximum of both is a row's first reference.
+
+        O takes no registers yet, so that the scores of both fit, and nothing is rescaled. (Where Q is read from shared
+        memory again and again, at 32 rows a warp and head_dim 128, nothing is gained.) K comes before V: cp.async
+        groups are Q with K(0), K(1), V(0) with V(1), and then as ever. The next tile takes the place of tile 0.
+        """
+        stages, last = cutlass.const_expr(self.spec.stages), loop.tiles.end - 1
+        load_last_tile(loop.ring_K, last, Int32(0), zero_past_end=False)
+        cute.arch.cp_async_commit_group()
+        load_tile(loop.ring_K, last - 1, Int32(1))
+        cute.arch.cp_async_commit_group()
+        load_last_tile(loop.ring_V, last, Int32(0), zero_past_end=True)
+        load_tile(loop.ring_V, last - 1, Int32(1))
+        cute.arch.cp_async_commit_group()
+        for t in cutlass.range_constexpr(2, stages):
+            self.load_tile(loop, last - t, Int32(t))
+        next_tile = last - stages
+
+        both = self.allocate_scores(2)
+        of_tile = [products.of_keys(both, 2, (t * self.spec.tile_n, (t + 1) * self.spec.tile_n)) for t in range(2)]
+        for t in cutlass.range_constexpr(2):
+            cute.arch.cp_async_wait_group(stages - t)
+            cute.arch.sync_threads()
+            if cutlass.const_expr(t == 0):
+                products.load_queries(loop.operands)
+            self.first_scores(loop, last - t, t, of_tile[t])
+        cute.arch.cp_async_wait_group(stages - 2)
+        cute.arch.sync_threads()  # V(0) and V(1) are visible; all warps are past K(0)
+        if next_tile >= loop.tiles.begin:
+            load_tile(loop.ring_K, next_tile, Int32(0))
+        softmax.begin(loop.state, both, loop.scale, slack)
+        loop.acc_O.fill(0.0)
+        for t in cutlass.range_constexpr(2):
+            self.first_values(loop, last - t, t, of_tile[t])
+            if cutlass.const_expr(t == 0):
+                cute.arch.sync_threads()  # all warps are past V(0)
+                if next_tile >= loop.tiles.begin:
+                    load_tile(loop.ring_V, next_tile, Int32(0))
+                cute.arch.cp_async_commit_group()
+        # Opaque: LLVM would make the loop behind this for a known slot first, and shuffle registers in it.
+        loop.slot[0] = place.opaque(Int32(2 % stages))
+
+    @cute.jit
+    def first_scores(self, loop: Mainloop, n_tile: Int32, slot: cutlass.Constexpr, acc_S: cute.Tensor):
+        """The scores of key tile ``n_tile``, -inf in a warp that sees none of them."""
+        if self.sees_any(loop, n_tile):
+            cute.arch.sync_warp()  # keeps this a branch
+            products.multiply_QK(loop.operands, Int32(slot), acc_S, (0, self.spec.tile_n))
+        else:
+            cute.arch.sync_warp()
+            acc_S.fill(-Float32.inf)
+        cut = cutlass.const_expr(self.spec.features.right or slot == 0)
+        self.modify_and_mask(loop, n_tile, acc_S, "some" if cut else "none")
+
+    @cute.jit
+    def first_values(self, loop: Mainloop, n_tile: Int32, slot: cutlass.Constexpr, acc_S: cute.Tensor):
+        """Add what the scores of key tile ``n_tile`` give to O, unless this warp sees none of them."""
+        keys = cutlass.const_expr((0, self.spec.tile_n))
+        if cutlass.const_expr(self.spec.features.right):
+            if self.sees_any(loop, n_tile):
+                cute.arch.sync_warp()  # keeps this a branch
+                self.add_values(loop, Int32(slot), acc_S, keys)
+        else:
+            rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
+            if self.sees_any(loop, n_tile):
+                cute.arch.sync_warp()  # keeps this a branch
+                softmax.exponentiate(loop.state, acc_S, loop.scale)
+                rP.store(acc_S.load().to(self.dtype))
+            else:
+                cute.arch.sync_warp()
+                rP.fill(0.0)
+            products.multiply_PV(loop.operands, Int32(slot), rP, loop.acc_O, keys)
+
+    def parts(self) -> list[tuple[int, int]]:
+        """The keys of a tile, 16 at a time: (begin, end)."""
+        return [(key, key + 16) for key in range(0, self.spec.tile_n, 16)]
+
+    def allocate_scores(self, tiles: int) -> cute.Tensor:
+        """Registers for this thread's scores of ``tiles`` key tiles."""
+        shape = self.tiled_mma().get_slice(0).partition_shape_C((self.spec.tile_m, tiles * self.spec.tile_n))
+        return cute.make_rmem_tensor(shape, Float32)
+
+    @cute.jit
+    def sees_any(self, loop: Mainloop, n_tile: Int32) -> Boolean:
+        """Whether the window lets any of this warp's rows see any of key tile ``n_tile``.
+
+        Without bounds they all do, and the branch that asks keeps apart what ptxas would else have alive together.
+        """
+        if cutlass.const_expr(not (self.spec.features.left or self.spec.features.right)):
+            return place.opaque(n_tile) >= loop.tiles.begin
+        warp_row = cute.arch.make_warp_uniform(loop.tidx // 32) * self.spec.rows_a_warp
+        return mask.sees_any(loop.visible, warp_row, self.spec.rows_a_warp, n_tile, self.spec.tile_n)
 
     @cute.jit
     def load_tile(self, loop: Mainloop, tile: Int32, slot: Int32):
@@ -505,22 +607,20 @@ class Forward:
         cost spills in all loops.
         """
         spec = cutlass.const_expr(self.spec)
-        operands = loop.operands
-        acc_S = cute.make_rmem_tensor(operands.thr_mma.partition_shape_C((spec.tile_m, spec.tile_n)), Float32)
+        acc_S = self.allocate_scores(1)
         keys = cutlass.const_expr((0, spec.tile_n))
         at_an_edge = cutlass.const_expr(masked != "none" and (spec.features.left or spec.features.right))
         # Not at the left edge of a pass that keeps its references: beside the plain loop that costs spills.
         if cutlass.const_expr(not at_an_edge or slack is None):
-            products.multiply_QK(operands, slot, acc_S, keys)
+            products.multiply_QK(loop.operands, slot, acc_S, keys)
             self.load_next(loop, n_tile, slot)
             self.weigh_values(loop, n_tile, slot, acc_S, masked, slack)
         else:
-            warp_row = cute.arch.make_warp_uniform(loop.tidx // 32) * spec.rows_a_warp
-            sees = mask.sees_any(loop.visible, warp_row, spec.rows_a_warp, n_tile, spec.tile_n)
+            sees = self.sees_any(loop, n_tile)
             self.load_next(loop, n_tile, slot)
             if sees:
                 cute.arch.sync_warp()  # keeps this a branch
-                products.multiply_QK(operands, slot, acc_S, keys)
+                products.multiply_QK(loop.operands, slot, acc_S, keys)
                 self.weigh_values(loop, n_tile, slot, acc_S, masked, slack)
 
     @cute.jit
@@ -534,6 +634,14 @@ class Forward:
         slack: Float32 | None,
     ):
         """From the scores of key tile ``n_tile`` to O."""
+        self.modify_and_mask(loop, n_tile, acc_S, masked)
+        if cutlass.const_expr(slack is not None):
+            softmax.follow_maximum(loop.state, acc_S, loop.acc_O, loop.scale, slack)
+        self.add_values(loop, slot, acc_S, (0, self.spec.tile_n))
+
+    @cute.jit
+    def modify_and_mask(self, loop: Mainloop, n_tile: Int32, acc_S: cute.Tensor, masked: cutlass.Constexpr):
+        """What comes between Q K^T and the softmax. masked: as in ``step``."""
         spec, visible = cutlass.const_expr(self.spec), loop.visible
         tScS = loop.operands.thr_mma.partition_C(cute.make_identity_tensor((spec.tile_m, spec.tile_n)))
         if cutlass.const_expr(loop.modifiers is not None):
@@ -543,12 +651,14 @@ class Forward:
             mask.apply_mask(visible, acc_S, tScS, n_tile, spec.tile_n)
         elif cutlass.const_expr(masked == "some"):
             self.mask_if_cut(loop, acc_S, tScS, n_tile)
-        if cutlass.const_expr(slack is not None):
-            softmax.follow_maximum(loop.state, acc_S, loop.acc_O, loop.scale, slack)
+
+    @cute.jit
+    def add_values(self, loop: Mainloop, slot: Int32, acc_S: cute.Tensor, keys: cutlass.Constexpr):
+        """Turn the scores of the keys [begin, end) = ``keys`` of a tile into probabilities, and add P V to O."""
         softmax.exponentiate(loop.state, acc_S, loop.scale)
         rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
-        products.multiply_PV(loop.operands, slot, rP, loop.acc_O, (0, spec.tile_n))
+        products.multiply_PV(loop.operands, slot, rP, loop.acc_O, keys)
 
     @cute.jit
     def attend_in_parts(self, loop: Mainloop, n_tile: Int32, slot: Int32):
@@ -557,20 +667,15 @@ class Forward:
         The scores of the next keys are asked for before the exponentials of these, and the compiler makes of that a
         stream of MMAs with exponentials between them. (With Q in shared memory each part would read it again.)
         """
-        spec = cutlass.const_expr(self.spec)
-        operands, parts = loop.operands, cutlass.const_expr(spec.tile_n // 16)
-        acc_S = cute.make_rmem_tensor(operands.thr_mma.partition_shape_C((spec.tile_m, spec.tile_n)), Float32)
-        rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
-        products.multiply_QK(operands, slot, acc_S, (0, 16))
+        parts = cutlass.const_expr(self.parts())
+        acc_S = self.allocate_scores(1)
+        of_part = [products.of_keys(acc_S, 2, keys) for keys in parts]
+        products.multiply_QK(loop.operands, slot, of_part[0], parts[0])
         self.load_next(loop, n_tile, slot)
-        for part in cutlass.range_constexpr(parts):
-            keys = cutlass.const_expr((16 * part, 16 * part + 16))
-            if cutlass.const_expr(part + 1 < parts):
-                products.multiply_QK(operands, slot, acc_S, (keys[1], keys[1] + 16))
-            scores_of_part = products.of_keys(acc_S, 2, keys)
-            softmax.exponentiate(loop.state, scores_of_part, loop.scale)
-            products.of_keys(rP, 2, keys).store(scores_of_part.load().to(self.dtype))
-            products.multiply_PV(operands, slot, rP, loop.acc_O, keys)
+        for i in cutlass.range_constexpr(len(parts)):
+            if cutlass.const_expr(i + 1 < len(parts)):
+                products.multiply_QK(loop.operands, slot, of_part[i + 1], parts[i + 1])
+            self.add_values(loop, slot, of_part[i], parts[i])
 
     @cute.jit
     def mask_if_cut(self, loop: Mainloop, acc_S: cute.Tensor, tScS: cute.Tensor, n_tile: Int32):

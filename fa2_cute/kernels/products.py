@@ -95,26 +95,28 @@ def load_queries(p: Products):
 @cute.jit
 def multiply_QK(p: Products, slot: Int32, acc_S: cute.Tensor, keys: cutlass.Constexpr):
     """acc_S = Q K^T for the keys [begin, end) = ``keys``, both multiples of 16, of the K tile in ``slot``."""
-    acc = of_keys(acc_S, 2, keys)
-    acc.fill(0.0)
+    acc_S.fill(0.0)
     base = p.sK.in_slot(slot)
     tSrK = of_keys(p.tSrK, 1, keys)
     for k in cutlass.range_constexpr(p.steps_QK):
         if cutlass.const_expr(not p.holds_Q):
             _load_Q(p, k)
         _load_K(p, base, keys, k)
-        cute.gemm(p.tiled_mma, acc, p.tSrQ[None, None, k], tSrK[None, None, k], acc)
+        cute.gemm(p.tiled_mma, acc_S, p.tSrQ[None, None, k], tSrK[None, None, k], acc_S)
 
 
 @cute.jit
 def multiply_PV(p: Products, slot: Int32, rP: cute.Tensor, acc_O: cute.Tensor, keys: cutlass.Constexpr):
-    """acc_O += P V for the keys [begin, end) = ``keys`` of the V tile in ``slot``; P in registers, in accumulator
-    order."""
+    """acc_O += P V for the keys [begin, end) = ``keys`` of the V tile in ``slot``.
+
+    rP: P of these keys, in registers, in accumulator order.
+    """
     tOrP = as_operand_A(rP)
     base = p.sVt.in_slot(slot)
-    for k in cutlass.range_constexpr(keys[0] // MMA_SHAPE[2], keys[1] // MMA_SHAPE[2]):
+    begin, end = (key // MMA_SHAPE[2] for key in keys)
+    for k in cutlass.range_constexpr(begin, end):
         _load_V(p, base, k)
-        cute.gemm(p.tiled_mma, acc_O, tOrP[None, None, k], p.tOrV[None, None, k], acc_O)
+        cute.gemm(p.tiled_mma, acc_O, tOrP[None, None, k - begin], p.tOrV[None, None, k], acc_O)
 
 
 # One ldmatrix.x4 fills 16 rows and 16 columns of an operand: a block of Q, or two of K or V that retile puts together.

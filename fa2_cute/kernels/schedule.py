@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..spec import FEWER_REFERENCED, REFERENCED_KEYS, group_log2
+from ..spec import FEWER_REFERENCED, REFERENCED_KEYS, group_log2, sequences_log2
 from .place import Place
 
 
@@ -43,15 +43,24 @@ def rank_and_head(place: Place, heads: Int32) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def batched_work(place: Place, heads: Int32, query_len: Int32, key_len: Int32, tile_m: cutlass.Constexpr) -> Work:
-    """The work of this block where every sequence of the batch has the same lengths.
+def batched_work(
+    place: Place, batch: Int32, heads: Int32, query_len: Int32, key_len: Int32, tile_m: cutlass.Constexpr
+) -> Work:
+    """The work of this block where every sequence of the batch has the same lengths; a sequence >= batch is idle.
 
     The last query tiles come first: under a causal mask those are the longest, and a long block that starts last would
-    leave the other multiprocessors idle at the end.
+    leave the other multiprocessors idle at the end. Short sequences alternate, too, so that this holds for many blocks.
     """
-    rank, head = rank_and_head(place, heads)
-    b = place.block_z
-    first_row = (cute.ceil_div(query_len, tile_m) - 1 - rank) * tile_m
+    tiles = cute.ceil_div(query_len, tile_m)
+    # Uniform for ptxas, too: what follows from them then takes registers of the warp, not of its threads.
+    head_shift = cute.arch.make_warp_uniform(group_log2(heads))
+    sequence_shift = cute.arch.make_warp_uniform(sequences_log2(batch, tiles))
+    rank = place.block_x >> (head_shift + sequence_shift)
+    rest = place.block_x - (rank << (head_shift + sequence_shift))
+    sequence = rest >> head_shift
+    head = (place.block_y << head_shift) + rest - (sequence << head_shift)
+    b = (place.block_z << sequence_shift) + sequence
+    first_row = (tiles - 1 - rank) * tile_m
     return Work(head, b, b, first_row, Int32(0), query_len, Int32(0), key_len)
 
 

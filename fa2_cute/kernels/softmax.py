@@ -6,9 +6,9 @@ same quotient, as long as nothing overflows and the largest probability does not
 trailing    m follows the row maximum, but is raised only when a score exceeds it by more than a slack in powers of
             two: ``follow_maximum``. That saves the reduction over the four lanes of a row and the rescaling of O in
             almost every tile. With a slack of 0 m is the maximum, and a row's largest probability exactly 1.
-first       m is the maximum of the row's first keys, and stays: ``follow_maximum`` in the tiles that hold them, then
-            ``settle``. With a slack of 0 that is the maximum of all those tiles, with an infinite one that of the first
-            in which the row sees a key. Whether that was right ``is_sound`` tells at the end.
+first       m is the maximum of the row's first keys, and stays: ``begin`` or ``follow_maximum`` in the tiles that hold
+            them, then ``settle``. With a slack of 0 that is the maximum of all those tiles, with an infinite one that
+            of the first in which the row sees a key. Whether that was right ``is_sound`` tells at the end.
 """
 
 from dataclasses import dataclass
@@ -85,6 +85,21 @@ def clear(state: SoftmaxState, acc_O: cute.Tensor):
 
 
 @cute.jit
+def begin(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32, slack: Float32):
+    """Begin the sums, each row's maximum in acc_S its reference: none where the row has only -inf.
+
+    Every lane of the warp must call it. slack: how far ``follow_maximum`` is to let later scores pass it.
+    """
+    rS = accumulator_rows(acc_S)
+    for r in cutlass.range_constexpr(cute.size(rS.shape[0])):
+        ref = quad_max(_max_of(rS, r))
+        state.row_ref[r] = ref
+        state.row_limit[r] = _limit(ref, scale_log2, slack)
+        state.row_offset[r] = cutlass.select_(ref != -Float32.inf, ref * scale_log2, Float32(0.0))
+        state.row_sum[r] = Float32(0.0)
+
+
+@cute.jit
 def follow_maximum(state: SoftmaxState, acc_S: cute.Tensor, acc_O: cute.Tensor, scale_log2: Float32, slack: Float32):
     """Raise the reference of the rows whose scores pass it by more than ``slack`` powers of two, and rescale O and the
     sums to it. An infinite slack gives a reference to rows that have none.
@@ -107,6 +122,12 @@ def _is_fused(offset: Float32) -> Boolean:
     """Whether scores of a row may be scaled and taken relative to ``offset``, m * c, in one FMA; not without a
     reference."""
     return cute.arch.fmax(offset, -offset) < FUSED_LIMIT
+
+
+def _limit(ref: Float32, scale_log2: Float32, slack: Float32) -> Float32:
+    """The raw score above which ``follow_maximum`` looks at the reference ``ref`` again."""
+    limit = ref + cute.arch.rcp_approx(scale_log2) * slack
+    return cutlass.select_(_is_fused(ref * scale_log2), limit, -Float32.inf)
 
 
 def _offset_and_shift(ref: Float32, scale_log2: Float32) -> tuple[Float32, Float32]:
@@ -181,9 +202,8 @@ def _raise_reference(
         # A row that had seen nothing has O = 0 and sum = 0, which any finite factor keeps.
         seen = new != -Float32.inf
         factor[r] = cute.math.exp2((old - new) * scale_log2, fastmath=True) if seen else Float32(1.0)
-        limit = new + cute.arch.rcp_approx(scale_log2) * slack
         state.row_ref[r] = new
-        state.row_limit[r] = limit if _is_fused(new * scale_log2) else -Float32.inf
+        state.row_limit[r] = _limit(new, scale_log2, slack)
         state.row_offset[r] = offset
         state.row_sum[r] = state.row_sum[r] * factor[r]
         begun = begun | (old != -Float32.inf)
@@ -241,7 +261,8 @@ def finish(state: SoftmaxState, acc_O: cute.Tensor, sink: Float32 | None) -> cut
     rO = accumulator_rows(acc_O)
     rows = cute.size(rO.shape[0])
     row_lse = cute.make_rmem_tensor(rows, Float32)
-    zero = Float32(0.0)
+    inverse = cute.make_rmem_tensor(rows, Float32)  # negative: the row has attended to nothing
+    idle = Boolean(False)
     for r in cutlass.range_constexpr(rows):
         total = quad_sum(state.row_sum[r])
         top = state.row_top[r]
@@ -255,11 +276,18 @@ def finish(state: SoftmaxState, acc_O: cute.Tensor, sink: Float32 | None) -> cut
             factor = cute.math.exp2((old - shift) * LOG2_E, fastmath=True)
             total = total * factor + cute.math.exp2((sink - shift) * LOG2_E, fastmath=True)
             seen = seen | (sink != -Float32.inf)
-        inverse = cute.arch.rcp_approx(total) * factor if attended else Float32(0.0)
+        inverse[r] = cute.arch.rcp_approx(total) * factor if attended else Float32(-1.0)
+        idle = idle | ~attended
         lse = top + cute.math.log2(total, fastmath=True) * LN_2
         row_lse[r] = lse if seen else -Float32.inf
+    for r in cutlass.range_constexpr(rows):
         for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
-            rO[r, c] = cutlass.select_(attended, rO[r, c] * inverse, zero)
+            rO[r, c] = rO[r, c] * inverse[r]
+    if cute.arch.vote_any_sync(idle):
+        cute.arch.sync_warp()  # keeps this a branch
+        for r in cutlass.range_constexpr(rows):
+            for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
+                rO[r, c] = cutlass.select_(inverse[r] < 0.0, Float32(0.0), rO[r, c])
     return row_lse
 
 
