@@ -637,7 +637,11 @@ class Forward:
         self.modify_and_mask(loop, n_tile, acc_S, masked)
         if cutlass.const_expr(slack is not None):
             softmax.follow_maximum(loop.state, acc_S, loop.acc_O, loop.scale, slack)
-        self.add_values(loop, slot, acc_S, (0, self.spec.tile_n))
+        # In the order in which they overlap: for whole tiles ptxas puts fewer exponentials beside MMAs. (Where the plain
+        # loop goes by parts anyway, and has registers, this makes that loop longer.)
+        whole = cutlass.const_expr([(0, self.spec.tile_n)])
+        for keys in cutlass.const_expr(whole if self.spec.query_in_registers else self.parts()):
+            self.add_values(loop, slot, products.of_keys(acc_S, 2, keys), keys)
 
     @cute.jit
     def modify_and_mask(self, loop: Mainloop, n_tile: Int32, acc_S: cute.Tensor, masked: cutlass.Constexpr):
