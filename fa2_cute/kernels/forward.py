@@ -14,11 +14,12 @@ tiles that need a causal mask come first and the loop over the others carries no
 
 Which reference m is subtracted is a choice, exact either way (kernels/softmax.py). ``reference="trailing"`` follows the
 row maximum in every tile. ``reference="first"`` takes it from the first steps, which also mask (two of them at once
-where Q is in registers); the loop that remains has no maximum, no vote and no branch, and the compiler overlaps exponentials and MMAs freely. Should a later score be
-so much larger that anything overflows, the block finds out at its end and computes everything again, following the
-maximum in one loop that masks where it must: code that is rarely run is kept short, because what it needs is kept from
-the registers of the loop that matters. Blocks of few keys take that loop at once: there the rounding of a row's largest
-probability, which is exactly 1 only relative to the true maximum, would show.
+where Q is in registers); the loop that remains has no maximum, no vote and no branch, and the compiler overlaps
+exponentials and MMAs freely. Should a later score be so much larger that anything overflows, the block finds out at its
+end and computes everything again, following the maximum in one loop that masks where it must: code that is rarely run
+is kept short, because what it needs is kept from the registers of the loop that matters. Blocks of few keys take that
+loop at once: there the rounding of a row's largest probability, which is exactly 1 only relative to the true maximum,
+would show.
 """
 
 from dataclasses import dataclass
@@ -637,8 +638,8 @@ class Forward:
         self.modify_and_mask(loop, n_tile, acc_S, masked)
         if cutlass.const_expr(slack is not None):
             softmax.follow_maximum(loop.state, acc_S, loop.acc_O, loop.scale, slack)
-        # In the order in which they overlap: for whole tiles ptxas puts fewer exponentials beside MMAs. (Where the plain
-        # loop goes by parts anyway, and has registers, this makes that loop longer.)
+        # In the order in which they overlap: for whole tiles ptxas puts fewer exponentials beside MMAs. (Where Q is in
+        # registers and the plain loop goes by parts anyway, it makes that loop longer.)
         whole = cutlass.const_expr([(0, self.spec.tile_n)])
         for keys in cutlass.const_expr(whole if self.spec.query_in_registers else self.parts()):
             self.add_values(loop, slot, products.of_keys(acc_S, 2, keys), keys)
