@@ -128,10 +128,7 @@ class Plan:
         packed = self.cu_seqlens_q is not None
         if packed:
             q = q.unsqueeze(0)
-        batch, query_len, heads, _ = q.shape
-        value_dim = self.v_cache.shape[-1]
-        out = torch.empty((batch, query_len, heads, value_dim), dtype=q.dtype, device=q.device)
-        lse = torch.empty((batch, heads, query_len), dtype=torch.float32, device=q.device)
+        out, lse = self.allocated(q)
         if self.spec is None:
             out.zero_()
             lse.fill_(-math.inf)
@@ -141,6 +138,12 @@ class Plan:
             for launch in self.launches(q, cache_seqlens, out, lse):
                 launch.run(made_for.arch)
         return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+
+    def allocated(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) for q with a batch, not yet written."""
+        batch, query_len, heads, _ = q.shape
+        out = torch.empty((batch, query_len, heads, self.v_cache.shape[-1]), dtype=q.dtype, device=q.device)
+        return out, torch.empty((batch, heads, query_len), dtype=torch.float32, device=q.device)
 
     def launches(
         self, q: torch.Tensor, cache_seqlens: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor

@@ -21,7 +21,7 @@ from .decode_spec import DecodeSpec
 from .problem import DTYPES, MAX_EXTENT
 from .spec import MAX_GRID_YZ, packed_tiles
 
-EMULATED_SMS = 170  # of an RTX 5090: CPU tensors are split as there
+EMULATED_SMS = 170  # of an RTX 5090: the kernels for KV caches split CPU tensors as there
 FIRST_FP8 = (8, 9)  # compute capability: PTX ISA, cvt of e4m3x2
 
 

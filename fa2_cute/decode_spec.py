@@ -6,7 +6,7 @@ from typing import Any
 
 from .arch import KIB
 from .cache_spec import DTYPES, FP8_DTYPES, SCALE_KINDS, VECTOR_BYTES, pair, scales
-from .parameters import Parameter, ScalarParameter, TensorParameter, vector
+from .parameters import Parameter, ScalarParameter, TensorParameter, partial_parameters, vector
 from .spec import MAX_HEAD_DIM, packed_tiles
 
 MAX_SPLITS = 256  # the combining block keeps a weight for each
@@ -285,18 +285,6 @@ class DecodeSpec:
         return Decode(self)
 
 
-def partial_parameters(value_dim: int, *, written: bool) -> tuple[Parameter, ...]:
-    """What splits leave for the kernel that combines them, float32: kernels/partial.py says what it is.
-
-    partial_out (splits, rows, value_dim) and partial_state (splits, rows, 2), rows being batch x query_len x heads.
-    """
-    strides = (None, value_dim, 1)
-    return (
-        TensorParameter("partial_out", "float32", (None, None, value_dim), strides, divisor=4, written=written),
-        TensorParameter("partial_state", "float32", (None, None, 2), (None, 2, 1), divisor=2, written=written),
-    )
-
-
 @dataclass(frozen=True)
 class CombineSpec:
     """All that the kernel which combines splits is specialised on.
@@ -307,6 +295,8 @@ class CombineSpec:
     sink            a row has one more logit
     overlap         of ``DecodeSpec``
     few             for up to FEW_SPLITS splits
+    logits          the parts' references are logits in natural units, without exponents (the forward kernel's): the
+                    lowest finite float may be one, and in base 2 would become -inf
     """
 
     dtype: str
@@ -316,12 +306,15 @@ class CombineSpec:
     sink: bool = False
     overlap: bool = False
     few: bool = False
+    logits: bool = False
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: got {self.dtype!r}, takes {' or '.join(map(repr, DTYPES))}")
         if self.value_dim % 8 or not 0 < self.value_dim <= MAX_HEAD_DIM:
             raise ValueError(f"value_dim: got {self.value_dim}, takes multiples of 8 from 8 to {MAX_HEAD_DIM}")
+        if self.logits and (self.sum_exponent or self.output_exponent):
+            raise ValueError("logits: got True with exponents, takes one of the two")
 
     @property
     def title(self) -> str:
@@ -330,7 +323,8 @@ class CombineSpec:
         scaled = self.sum_exponent or self.output_exponent
         exponents = f", exponents {pair(self.sum_exponent, self.output_exponent)}" if scaled else ""
         few = "few " if self.few else ""
-        return f"combining {few}splits, {self.dtype}, value_dim {self.value_dim}{sink}{exponents}"
+        logits = ", logits" if self.logits else ""
+        return f"combining {few}splits, {self.dtype}, value_dim {self.value_dim}{sink}{exponents}{logits}"
 
     @property
     def threads(self) -> int:

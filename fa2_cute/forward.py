@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 TUNING = "FA2_CUTE_TUNING"  # names a file of tiles, see explore/tuning.py
 VECTOR_BYTES = 16  # what one cp.async moves
 MAX_ROW_STRIDE = 2**31 - VECTOR_ELEMENTS  # the kernel counts a row's bytes in 32 bits
-# From so many keys on, calls of at most so many queries, heads of a KV head counted, always go to the kernels for KV
-# caches (kernels/decode.py): a tile of queries there is 64 rows, and below 1024 keys there is little to split.
-SPLIT_KEYS, SPLIT_ROWS = 1024, 64
+SPLIT_KEYS = 1024  # below there is little to split
 MASK_DTYPES = {torch.bool: "bool", torch.float32: "float32", **DTYPES}
 
 
@@ -176,13 +174,17 @@ def attend(
     # What has been decided on a copy, which lies otherwise, says nothing about the next tensors of these strides.
     keep = keep and all(ours is given for ours, given in zip(inputs, (q, k, v), strict=True))
     known_by = softmax_scale, window, softcap
-    if _is_better_split(problem, options.window, q.device) and _cache_kernels_take(inputs):
-        plan = SplitPlan(options.softmax_scale, options.window, options.softcap)
-        results = plan.run(*inputs, wants_lse, alibi_slopes=alibi_slopes, sink=sink)
-        if keep:
-            _keep(replace(plan, recording=plan.recorded(*inputs)), q, k, v, *known_by)
-        return results
-    out, lse, call = _allocated(problem, options, inputs, wants_lse)
+    if problem.key_len >= SPLIT_KEYS:
+        from . import split_calls
+
+        split = split_calls.plan(problem, options, inputs)
+        if split is not None:
+            results = split.run()
+            recording = split.recorded(*inputs) if keep else None
+            if recording is not None:
+                _keep(SplitPlan(recording), q, k, v, *known_by)
+            return results
+    out, lse, call = allocated(problem, options, inputs, wants_lse)
     if problem.key_len == 0 or problem.batch == 0:
         out.zero_()
         lse.fill_(-math.inf)
@@ -275,89 +277,18 @@ def _may_be_known_by(softmax_scale, softcap) -> bool:
     return type(softcap) is float and (softmax_scale is None or type(softmax_scale) is float)
 
 
-def _is_better_split(problem: Problem, window: tuple[int | None, int | None], device: torch.device) -> bool:
-    """Whether a call is for the kernels for KV caches, which split the keys over the GPU.
-
-    So it is where the queries of the heads that share a KV head fill no more than a tile, and K and V are read once for
-    them; else where the forward kernel's tiles are too few for the device (splitting.py).
-    """
-    on = problem.features
-    if on.varlen or on.mask or problem.key_len < SPLIT_KEYS or not problem.heads or not problem.batch:
-        return False
-    rows = problem.query_len * (problem.heads // problem.kv_heads)
-    if rows <= SPLIT_ROWS:
-        return rows > 0
-    keys = _keys_of_the_middle_query(problem, window)
-    if keys < SPLIT_KEYS:
-        return False
-    from . import decode_checks, splitting
-
-    return splitting.splits_pay(problem, keys, architecture_of(device), decode_checks.sms(device))
-
-
-def _keys_of_the_middle_query(problem: Problem, window: tuple[int | None, int | None]) -> int:
-    """How many keys it sees: about the mean."""
-    left, right = window
-    at = problem.query_len // 2 + problem.key_len - problem.query_len
-    first = 0 if left is None else max(at - left, 0)
-    end = problem.key_len if right is None else min(at + right + 1, problem.key_len)
-    return max(end - first, 0)
-
-
-def _cache_kernels_take(inputs: tuple[torch.Tensor, ...]) -> bool:
-    """Whether q, k, v are within what the kernels for KV caches count in 32 bits; the forward kernel takes any."""
-    from . import decode_checks
-
-    return decode_checks.takes(*inputs)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SplitPlan:
-    """A checked call with few queries: ``decode`` over keys that all exist. ``recording``: what ``recorded`` gave."""
+    """What a call needs whose keys several blocks share (split_calls.py), once it has been checked."""
 
-    softmax_scale: float
-    window: tuple[int | None, int | None]
-    softcap: float
-    recording: "Recording | None" = None
+    recording: "Recording"
 
     def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        wants_lse: bool = True,
-        *,
-        alibi_slopes: torch.Tensor | None = None,
-        sink: torch.Tensor | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of tensors whose rows start at multiples of 16 bytes; lse also for who does not want it, as the
-        splits are combined by theirs."""
-        if self.recording is not None:
-            return self.recording.run(q, k, v)
-        from .decode import decode
-
-        return decode(
-            q,
-            k,
-            v,
-            softmax_scale=self.softmax_scale,
-            window=self.window,
-            softcap=self.softcap,
-            alibi_slopes=alibi_slopes,
-            sink=sink,
-        )
-
-    def recorded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> "Recording | None":
-        """The launches of ``run`` on tensors like these and without options, to be repeated unchecked; None where that
-        cannot be (launch.py)."""
-        from .decode import prepare
-        from .launch import record
-
-        options = {"softmax_scale": self.softmax_scale, "window": self.window, "softcap": self.softcap}
-        plan = prepare(q, k, v, **options, every_slot=True)
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        return record(plan.launches(q, None, out, lse), (q, k, v), (out, lse), plan.choice.arch)
+        """(out, lse) of tensors like those it was made for; lse also for who does not want it, as splits are combined
+        by theirs."""
+        return self.recording.run(q, k, v)
 
 
 @dataclass(frozen=True, eq=False)
@@ -472,13 +403,14 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> tup
 
     Launching ``call`` writes out and lse with the forward kernel; there must be a key and an element of out.
     """
-    return _allocated(*check(q, k, v, **options))
+    return allocated(*check(q, k, v, **options))
 
 
-def _allocated(
+def allocated(
     problem: Problem, options: Options, inputs: tuple[torch.Tensor, ...], wants_lse: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, Call]:
-    """As ``prepare`` returns them; where the logsumexp is not wanted, lse has no rows and no memory."""
+    """(out, lse, call) of a checked call, as ``prepare`` gives them; where the logsumexp is not wanted, lse has no rows
+    and no memory."""
     q = inputs[0]
     out = torch.empty((*q.shape[:-1], problem.value_dim), dtype=q.dtype, device=q.device)
     shape = _lse_shape(problem)

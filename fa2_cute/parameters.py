@@ -55,3 +55,15 @@ def rows(name: str, dtype: str, width: int, *, written: bool = False) -> TensorP
 def vector(name: str, dtype: str) -> TensorParameter:
     """(n,), contiguous."""
     return TensorParameter(name, dtype, (None,), (1,))
+
+
+def partial_parameters(value_dim: int, *, written: bool) -> tuple[Parameter, ...]:
+    """What splits leave for the kernel that combines them, float32: kernels/partial.py says what it is.
+
+    partial_out (splits, rows, value_dim) and partial_state (splits, rows, 2), rows being batch x query_len x heads.
+    """
+    strides = (None, value_dim, 1)
+    return (
+        TensorParameter("partial_out", "float32", (None, None, value_dim), strides, divisor=4, written=written),
+        TensorParameter("partial_state", "float32", (None, None, 2), (None, 2, 1), divisor=2, written=written),
+    )

@@ -34,7 +34,8 @@ class Wanted:
 
     widths          (head_dim, value_dim)
     kvcache         also those of KV caches, contiguous and paged, for a few queries (16 rows, query x head of a KV
-                    head) and for more; the splits' combination; appends with and without rotary embedding of whole rows
+                    head) and for more; the forward kernels in splits; the splits' combination; appends with and without
+                    rotary embedding of whole rows
     cache_dtypes    float8 types of KV caches, besides the queries' own
 
     By default the kernels of ``tiling.shipped``.
@@ -55,7 +56,8 @@ class Wanted:
         return list(dict.fromkeys([*forward, *(self._of_caches(arch) if self.kvcache else ())]))
 
     def _of_caches(self, arch: Architecture) -> Iterator[Specification]:
-        from .decode_checks import FIRST_FP8  # loads torch
+        from . import splitting  # loads torch
+        from .decode_checks import FIRST_FP8
 
         if self.cache_dtypes and arch.capability < FIRST_FP8:
             raise ValueError(f"--cache-dtype: got {self.cache_dtypes[0]}, takes none for {arch.name}: it has no float8")
@@ -75,9 +77,14 @@ class Wanted:
                         for interleaved in (True, False):
                             rotary = {"rotary_dim": head_dim, "rotary_dtype": dtype, "interleaved": interleaved}
                             yield replace(append, **rotary)
-            # Dense calls of few queries and many keys, which forward.py sends here.
+            # Dense calls of few queries and many keys: on these kernels, or by the forward kernel in splits.
             for decode in self._decoding(dtype, dtype, head_dim, value_dim, "unit", {"overlap": overlap}):
                 yield replace(decode, every_slot=True)
+            for on in self.features:
+                if not on.varlen:
+                    whole = tiling.choose(dtype, head_dim, value_dim, on, arch)
+                    yield splitting.split_spec(whole)
+                    yield from (splitting.combining(whole, splits, overlap) for splits in (1, decode_spec.MAX_SPLITS))
 
     def _decoding(self, dtype, cache_dtype, head_dim, value_dim, scale, where) -> Iterator[decode_spec.DecodeSpec]:
         for on in self.features:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .parameters import Parameter, ScalarParameter, TensorParameter, rows, vector
+from .parameters import Parameter, ScalarParameter, TensorParameter, partial_parameters, rows, vector
 
 MAX_GRID_YZ = 65_535  # blocks in y and in z (CUDA C++ Programming Guide, "Technical Specifications")
 MAX_HEAD_DIM = 256  # wider rows of O do not fit a thread's registers
@@ -83,6 +83,7 @@ class ForwardSpec:
                 needs an exponent range as wide as float32's) keeps that of the first tiles and checks at the end
     query_in_registers  Q's fragments are read from shared memory once, not once a step
     swizzle     shared memory without bank conflicts; False is there to show what that is worth
+    split       several blocks share a tile's keys and leave parts, which a kernel of decode_spec.CombineSpec combines
     """
 
     dtype: str
@@ -96,6 +97,7 @@ class ForwardSpec:
     reference: str = "trailing"
     query_in_registers: bool = False
     swizzle: bool = True
+    split: bool = False
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
@@ -132,13 +134,15 @@ class ForwardSpec:
             )
         if self.stages < 2:
             raise ValueError(f"stages: got {self.stages}, takes 2 or more")
+        if self.split and (self.features.varlen or self.features.sink):
+            raise ValueError("split: got True with varlen or a sink, takes neither: a sink is added by the combination")
 
     @property
     def title(self) -> str:
         """One line for a person: "bfloat16, head_dim 128, causal, tile 128x64 on 8 warps"."""
         width = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         tile = f"tile {self.tile_m}x{self.tile_n} on {self.warps} warps"
-        return f"{self.dtype}, head_dim {width}, {self.features.title}, {tile}"
+        return f"{self.dtype}, head_dim {width}, {self.features.title}, {tile}{', split' if self.split else ''}"
 
     @property
     def causal(self) -> bool:
@@ -188,11 +192,11 @@ class ForwardSpec:
         widths = (self.head_width, self.value_width)
         return 2 * (self.tile_m * max(widths) + self.stages * self.tile_n * sum(widths))
 
-    def grid(self, batch, heads, query_len):
+    def grid(self, batch, heads, query_len, splits=1):
         """Thread blocks of a launch (x, y, z), in the order of kernels/schedule.py; some may be idle.
 
         Takes Python integers (emulator) and DSL integers (launch code) alike. With ``varlen``, ``batch`` counts the
-        sequences and ``query_len`` all rows.
+        sequences and ``query_len`` all rows. splits: blocks that share a tile's keys, where ``split``.
         """
         group = 1 << group_log2(heads)
         groups = (heads + group - 1) // group
@@ -200,17 +204,23 @@ class ForwardSpec:
             return (packed_tiles(batch, query_len, self.tile_m) * group, groups, 1)
         tiles = (query_len + self.tile_m - 1) // self.tile_m
         sequences = 1 << sequences_log2(batch, tiles)
-        return (tiles * group * sequences, groups, (batch + sequences - 1) // sequences)
+        blocks = tiles * splits if self.split else tiles
+        return (blocks * group * sequences, groups, (batch + sequences - 1) // sequences)
 
     def parameters(self) -> tuple[Parameter | None, ...]:
         """The kernel's arguments in order; what the features do not need is None."""
         on = self.features
+        results = (
+            rows("out", self.dtype, self.value_dim, written=True),
+            TensorParameter("lse", "float32", (None,) * 3, (None, None, 1), written=True),
+        )
+        if self.split:
+            results = partial_parameters(self.value_dim, written=True)
         return (
             rows("q", self.dtype, self.head_dim),
             rows("k", self.dtype, self.head_dim),
             rows("v", self.dtype, self.value_dim),
-            rows("out", self.dtype, self.value_dim, written=True),
-            TensorParameter("lse", "float32", (None,) * 3, (None, None, 1), written=True),
+            *results,
             ScalarParameter("scale_log2", "float32"),
             ScalarParameter("heads_per_kv_head", "int32"),
             ScalarParameter("window_left", "int32") if on.left else None,

@@ -1,23 +1,27 @@
-"""How many blocks share a sequence's keys, and which dense calls are better split at all.
+"""How many blocks share a sequence's keys, and which kernels a dense call is better split with, if at all.
 
-Blocks of up to 16 rows are the memory's work: splits fill the SMs (``choose_splits``). Blocks of 64 rows are the tensor
-cores' work. For those a model counts time, and the same model tells which calls of ``flash_attn_func`` the kernels for
-KV caches compute faster than the forward kernel does. That gives each tile of queries of a head to one block, which
-walks over all keys; few tiles on many keys (a chunk of a prompt, a short question about a long document) leave most SMs
-idle. The kernels for KV caches split the keys, with the heads of a KV head packed into tiles of 64 rows, at less speed
-a block and at the price of a combination (docs/decode.md).
+Blocks of up to 16 rows are the memory's work: splits fill the SMs (``choose_splits``). Blocks of more rows are the
+tensor cores' work. For those a model counts time, and the same model tells what is fastest for a call of
+``flash_attn_func`` (``divide``). The forward kernel gives each tile of queries of a head to one block, which walks over
+all keys; few tiles on many keys (a chunk of a prompt, a short question about a long document) leave SMs idle, or with
+one block where they hold two. Then several of its blocks may share a tile's keys, at the price of a combination; or the
+kernels for KV caches do, with the heads of a KV head packed into tiles of 64 rows, at the same price and with less
+speed a block, but with fewer rows that are not there (docs/decode.md).
 
 Time is counted in row-keys: scores that one SM computes, with what belongs to them, when it is full of blocks of the
 forward kernel. On an H200 that is 6.8 a nanosecond at head_dim 128.
 """
 
 import functools
+from dataclasses import dataclass, replace
 
 from . import decode_spec, tiling
 from .arch import Architecture
-from .decode_spec import LINE_BYTES, MAX_SPLITS, DecodeSpec
+from .decode_spec import FEW_SPLITS, LINE_BYTES, MAX_SPLITS, CombineSpec, DecodeSpec
 from .problem import Problem
 from .spec import ForwardSpec
+
+CACHE, FORWARD = "cache", "forward"
 
 # Steps (a tile of each of a block's rings) that a split has at least: with one block an SM at a time, with two, and
 # with two where every SM has one anyway and rows are narrow; and from how many on the second one gains nothing.
@@ -28,13 +32,17 @@ NEARLY_BEST = 1.05  # fewer splits leave less to combine
 # Measured on an H200 at head_dim 128, 54 calls of docs/decode.md's kind: with these numbers the model picks the faster
 # kernel and its number of splits, or what takes at most 2% longer.
 SPLIT_SPEED = 0.67  # the tile of 64 rows beside the forward kernel's: 305 to 335 TFLOP/s and 460
-# Of its speed, what an SM reaches with one block where it holds two: the forward kernel 0.77, the split kernel 0.85 if
-# every SM has one; but launches of about as many blocks as SMs leave some SMs with two and others with none.
-LONE_SPEED = 0.65
+# Of its speed, what an SM reaches with one block where it holds two: the forward kernel, and the kernels for KV caches.
+# Those reach 0.85 if every SM has one; but launches of about as many blocks as SMs leave some SMs with two and others
+# with none.
+LONE_SPEED, SPLIT_LONE_SPEED = 0.77, 0.65
 # What a part costs a row, written and read in float32, half a nanosecond of the device, in which 132 SMs compute 450
 # row-keys; and the launch of the combination, 1.2 us.
 PART_KEYS, COMBINING_KEYS = 450, 8_000
 FEWEST_KEYS = 256  # of a split: below, its start and its end are most of it
+# What the start and the end of a block of the forward kernel take, as keys of its tile: 8,400 cycles, in which its main
+# loop passes 3 tiles of 48 (docs/performance.md, "Where a block's time goes").
+BLOCK_KEYS = 144
 WORTH_IT = 0.9  # of the forward kernel's time: the model is no better than that
 REGISTERS = 256  # a thread, about: what both kernels take
 
@@ -51,7 +59,7 @@ def choose_splits(spec: DecodeSpec, arch: Architecture, sms: int, blocks: int, c
     head_dim 64, 16 x 8192 76.5 and 69.4; FP8, 16 x 8192 80.1 and 70.0, 16 x 32768 252 and 256.
     """
     if spec.warps_m > 1:
-        return min_time(spec, arch, sms, blocks, capacity)[1]
+        return min_time(spec, arch, sms, blocks, Keys(capacity, capacity))[1]
     steps = -(-capacity // (spec.warps_n * spec.tile_n))
     one = _fewest_steps(sms, blocks, steps, FEWEST_STEPS)
     waits_for_scales = "block" in (spec.k_scale, spec.v_scale)  # beside which two blocks hide more than one
@@ -74,32 +82,78 @@ def _fewest_steps(slots: int, blocks: int, steps: int, fewest: int) -> int:
     return min(n for n, steps_in_turn in cost.items() if steps_in_turn <= NEARLY_BEST * best)
 
 
+def split_spec(spec: ForwardSpec) -> ForwardSpec:
+    """What computes the parts of calls that ``spec`` computes whole; the combination adds the sink."""
+    return replace(spec, split=True, features=replace(spec.features, sink=False))
+
+
+def combining(spec: ForwardSpec, splits: int, overlap: bool) -> CombineSpec:
+    """What combines the parts of calls that ``spec`` computes whole; overlap: as in ``CombineSpec``."""
+    few = splits <= FEW_SPLITS
+    return CombineSpec(spec.dtype, spec.value_dim, sink=spec.features.sink, overlap=overlap, few=few, logits=True)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """How many keys a query sees: about the mean, and the most that one of them sees."""
+
+    mean: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which kernels compute a call, FORWARD or CACHE, and how many blocks share a tile's keys."""
+
+    kernels: str
+    splits: int
+
+
 @functools.lru_cache(maxsize=1024)
-def splits_pay(problem: Problem, keys: int, arch: Architecture, sms: int) -> bool:
-    """Whether ``problem``, each of whose queries sees about ``keys`` keys, is faster on the kernels for KV caches."""
+def divide(
+    problem: Problem, keys: "Keys", arch: Architecture, sms: int, splitting: tuple[str, ...] = (FORWARD, CACHE)
+) -> Division:
+    """What is fastest for ``problem``. splitting: the kernels that may split its keys; without any it is the forward
+    kernel, unsplit."""
     forward = tiling.choose(problem.dtype, problem.head_dim, problem.value_dim, problem.features, arch)
     tiles = problem.batch * problem.heads * -(-problem.query_len // forward.tile_m)
-    whole = _blocks_in_turn(tiles, sms, _held(forward, arch)) * forward.tile_m * keys
     rows = problem.query_len * (problem.heads // problem.kv_heads)
-    split = decode_spec.choose(problem.dtype, problem.dtype, problem.head_dim, problem.value_dim, rows)
-    blocks = problem.batch * problem.kv_heads * split.tiles_m(rows)
-    return min_time(split, arch, sms, blocks, keys)[0] < WORTH_IT * whole
+    found = []
+    if FORWARD in splitting:
+        found.append((*min_time(forward, arch, sms, tiles, keys), FORWARD))
+    if CACHE in splitting:
+        cache = decode_spec.choose(problem.dtype, problem.dtype, problem.head_dim, problem.value_dim, rows)
+        blocks = problem.batch * problem.kv_heads * cache.tiles_m(rows)
+        found.append((*min_time(cache, arch, sms, blocks, keys), CACHE))
+    whole = time(forward, arch, sms, tiles, keys, 1)
+    best, splits, kernels = min(found, default=(whole, 1, FORWARD))
+    return Division(kernels, splits) if best < WORTH_IT * whole else Division(FORWARD, 1)
 
 
 @functools.lru_cache(maxsize=1024)
-def min_time(spec: DecodeSpec, arch: Architecture, sms: int, blocks: int, keys: int) -> tuple[float, int]:
+def min_time(
+    spec: ForwardSpec | DecodeSpec, arch: Architecture, sms: int, blocks: int, keys: Keys
+) -> tuple[float, int]:
     """(time, splits) of the fastest number of splits; ``blocks``: those of a launch with one split."""
-    held = _held(spec, arch)
-
-    def time(splits: int) -> float:
-        attending = _blocks_in_turn(blocks * splits, sms, held) * spec.tile_m * (keys / splits) / SPLIT_SPEED
-        if splits == 1:
-            return attending
-        return attending + blocks * spec.tile_m * splits * PART_KEYS / sms + COMBINING_KEYS
-
     waves = 4  # more gain nothing
-    most = max(1, min(MAX_SPLITS, keys // FEWEST_KEYS, waves * sms * held // blocks))
-    return min((time(splits), splits) for splits in range(1, most + 1))
+    most = max(1, min(MAX_SPLITS, keys.mean // FEWEST_KEYS, waves * sms * _held(spec, arch) // blocks))
+    return min((time(spec, arch, sms, blocks, keys, splits), splits) for splits in range(1, most + 1))
+
+
+def time(spec: ForwardSpec | DecodeSpec, arch: Architecture, sms: int, blocks: int, keys: Keys, splits: int) -> float:
+    """What ``splits`` splits of the keys take, in row-keys; ``blocks``: those of a launch with one split."""
+    # The start and the end of a block for KV caches are in its speed.
+    speed, lone, start = SPLIT_SPEED, SPLIT_LONE_SPEED, 0
+    if isinstance(spec, ForwardSpec):
+        speed, lone, start = 1.0, LONE_SPEED, BLOCK_KEYS
+    held = _held(spec, arch)
+    attending = (spec.tile_m / speed) * max(
+        _blocks_in_turn(blocks * splits, sms, held, lone) * (keys.mean / splits + start),
+        _blocks_in_turn(1, sms, held, lone) * (keys.most / splits + start),  # the longest block alone
+    )
+    if splits == 1:
+        return attending
+    return attending + blocks * spec.tile_m * splits * PART_KEYS / sms + COMBINING_KEYS
 
 
 def _held(spec: ForwardSpec | DecodeSpec, arch: Architecture) -> int:
@@ -108,10 +162,10 @@ def _held(spec: ForwardSpec | DecodeSpec, arch: Architecture) -> int:
     return max(1, min(by_shared, arch.registers // (REGISTERS * spec.threads), arch.threads // spec.threads))
 
 
-def _blocks_in_turn(blocks: int, sms: int, held: int) -> float:
+def _blocks_in_turn(blocks: int, sms: int, held: int, lone: float) -> float:
     """How many blocks' work the busiest SM does, in units of a block at the SM's full speed."""
     full, rest = divmod(-(-blocks // sms), held)
     if rest == 0:
         return full * held
-    speed = LONE_SPEED + (1.0 - LONE_SPEED) * (rest - 1) / (held - 1)
+    speed = lone + (1.0 - lone) * (rest - 1) / (held - 1)
     return full * held + rest / speed

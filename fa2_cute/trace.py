@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from . import arch, decode, emulation, forward, jit
+from . import arch, emulation, forward, jit, split_calls
 from .decode_checks import EMULATED_SMS
 from .decode_spec import CombineSpec
 from .emulator import Stats
@@ -90,7 +90,8 @@ def problem_of(
 def trace(problem: Problem, seed: int = 0) -> list[Trace]:
     """Run ``problem``, a full or causal one, on normal random numbers in the emulator, with all counters on.
 
-    The kernels are those that a call on CPU tensors takes: what one on a GPU of sm_120 with ``EMULATED_SMS`` SMs does.
+    The kernels are those that a call on CPU tensors takes: what one on a GPU of sm_120 with ``EMULATED_SMS`` SMs does, but
+    that the forward kernel is not split there (split_calls.py).
     """
     generator = torch.Generator().manual_seed(seed)
     dtype = next(kind for kind, name in DTYPES.items() if name == problem.dtype)
@@ -102,10 +103,11 @@ def trace(problem: Problem, seed: int = 0) -> list[Trace]:
 
 def launches(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Launch]:
     """What ``forward.attend`` launches on CPU tensors of ``problem``, in order."""
-    window = (None, 0 if problem.features.right else None)
-    out, lse, call = forward.prepare(q, k, v, window=window)
-    if forward._is_better_split(problem, window, q.device) and forward._cache_kernels_take((q, k, v)):
-        return decode.prepare(q, k, v, window=window, every_slot=True).launches(q, None, out, lse)
+    problem, options, inputs = forward.check(q, k, v, window=(None, 0 if problem.features.right else None))
+    split = split_calls.plan(problem, options, inputs) if problem.key_len >= forward.SPLIT_KEYS else None
+    if split is not None:
+        return list(split.launches)
+    _, _, call = forward.allocated(problem, options, inputs)
     spec = call.spec(arch.TARGET)
     return [
         Launch(spec, part.grid(spec), forward.key_tiles(part.problem, spec), part.values()) for part in call.parts()

@@ -1,5 +1,6 @@
 """Fuzzing: cases that say how to repeat them, a judge that notices, campaigns that end, shrink and save."""
 
+import dataclasses
 import functools
 import math
 import subprocess
@@ -375,6 +376,7 @@ EVERYTHING = {
     "key_len": {"0", "1", "full tiles", "a tile + 1", "a tile - 1", "other", "long"},
     **{f"layout of {name}": set(LAYOUTS) for name in "qkv"},
     "heads": {"MHA", "MQA", "GQA 2:1", "GQA 3:1"},
+    "forward splits": {"as is fastest", "few", "few, some empty", "many", "many, some empty"},
 }  # fmt: skip
 OPEN_ENDED = {"head_dim", "heads"}  # more kinds than these may be drawn
 
@@ -410,8 +412,10 @@ def test_a_failure_is_shrunk_saved_and_runs(tmp_path):
     assert subprocess.run([sys.executable, "-W", "ignore", failure.path]).returncode == 0
 
 
-def test_a_saved_program_fails_where_the_result_is_wrong(tmp_path, monkeypatch):
-    text = GOOD.as_call().replace("judge(q", "out[0, 1, 0, 3] += 1\njudge(q")
+@pytest.mark.parametrize("splits", [0, 3])
+def test_a_saved_program_fails_where_the_result_is_wrong(tmp_path, splits):
+    text = dataclasses.replace(GOOD, splits=splits).as_call().replace("judge(q", "out[0, 1, 0, 3] += 1\njudge(q")
+    assert ("attend(q, k, v, splits=3, **options)" in text) == (splits == 3)
     (tmp_path / "wrong.py").write_text(text)
     result = subprocess.run([sys.executable, tmp_path / "wrong.py"], capture_output=True, text=True)
     assert result.returncode == 1

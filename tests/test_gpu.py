@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from fa2_cute import (
     arch,
@@ -16,6 +17,7 @@ from fa2_cute import (
     reference,
     resources,
     scaled_dot_product_attention,
+    split_calls,
     tiling,
 )
 from fa2_cute.explore import tuning
@@ -23,7 +25,7 @@ from fa2_cute.fuzz import Case, check
 from fa2_cute.fuzz.bounds import FP32
 from fa2_cute.fuzz.judging import check_tensors, judge
 from fa2_cute.fuzz.layouts import LAYOUTS, far_apart
-from fa2_cute.fuzz.strategies import cases
+from fa2_cute.fuzz.strategies import PLAIN, cases, split_cases
 from fa2_cute.fuzz.values import VALUES
 
 pytestmark = pytest.mark.gpu
@@ -65,6 +67,28 @@ def test_error_is_at_most_twice_that_of_torch(dtype, head_dim, causal):
 
 @given(cases())
 def test_matches_float64_within_derived_bounds(case):
+    check(case, "cuda")
+
+
+@given(split_cases(st.sampled_from(PLAIN)))
+def test_the_forward_kernel_in_splits_matches_float64(case):
+    check(case, "cuda")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(query_len=300, key_len=8192, heads=4, kv_heads=2),
+        Case(query_len=300, key_len=8192, heads=4, kv_heads=2, causal=True, sink="normal"),
+        Case("float16", 2, 200, 5000, 4, 2, softcap=20.0, alibi="ladder"),
+        Case(query_len=100, key_len=5000, heads=2, mask="some"),
+    ],
+    ids=repr,
+)
+def test_few_tiles_on_many_keys_match_float64(case):
+    """In splits by themselves: of which kernel depends on the GPU, but there are too few tiles for any."""
+    problem, options, inputs = forward.check(*case.tensors("cuda"), **case.options_on("cuda"))
+    assert split_calls.plan(problem, options, inputs) is not None
     check(case, "cuda")
 
 

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 import fa2_cute
-from fa2_cute import arch, checks, flash_attn_func, flash_attn_varlen_func, forward, jit, kept, ops, tiling
+from fa2_cute import arch, checks, flash_attn_func, flash_attn_varlen_func, forward, jit, kept, ops, split_calls, tiling
 from fa2_cute._torch_internals import below_autograd, likeness
 from fa2_cute.fuzz import Case
 from fa2_cute.fuzz.judging import call
@@ -259,6 +259,12 @@ def test_packed_sequences_are_checked(launched, checked):
         flash_attn_varlen_func(*(x.flatten(0, 1) for x in qkv()), lengths, lengths, 16, 16)
 
 
+def recorded(q, k, v, **options):
+    """What a call on many keys leaves to be repeated."""
+    problem, options, inputs = forward.check(q, k, v, **options)
+    return split_calls.plan(problem, options, inputs).recorded(q, k, v)
+
+
 @pytest.mark.filterwarnings("ignore::fa2_cute.emulation.EmulationNotice")
 @pytest.mark.parametrize("query_len", [1, 20])
 def test_a_split_call_is_repeated_on_other_tensors(query_len):
@@ -271,8 +277,7 @@ def test_a_split_call_is_repeated_on_other_tensors(query_len):
             normal((1, 1100, 2, 64), seed + 2),
         )
 
-    plan = forward.SplitPlan(64**-0.5, (None, 0), 0.0)
-    plan = dataclasses.replace(plan, recording=plan.recorded(*tensors(0)))
+    plan = forward.SplitPlan(recorded(*tensors(0), window=(None, 0)))
     assert plan.recording is not None
     for seed in (0, 7):
         expected = flash_attn_func(*tensors(seed), causal=True, return_softmax_lse=True)
@@ -283,7 +288,26 @@ def test_a_split_call_is_repeated_on_other_tensors(query_len):
 def test_a_split_call_that_cannot_be_told_apart_is_not_recorded():
     """Keys as values: which of the two a place was for, the next call's may differ."""
     q, k = normal((1, 1, 4, 64)), normal((1, 1100, 2, 64))
-    assert forward.SplitPlan(0.1, (None, 0), 0.0).recorded(q, k, k) is None
+    assert recorded(q, k, k) is None
+
+
+@pytest.mark.filterwarnings("ignore::fa2_cute.emulation.EmulationNotice")
+@pytest.mark.parametrize("splits", [2, 9])
+def test_a_call_of_the_forward_kernel_in_splits_is_repeated_on_other_tensors(splits):
+    def tensors(seed):
+        return (
+            normal((2, 40, 4, 64), seed),
+            normal((2, 300, 2, 64), seed + 1),
+            normal((2, 300, 2, 64), seed + 2),
+        )
+
+    first = tensors(0)
+    problem, options, inputs = forward.check(*first, window=(None, 0))
+    plan = forward.SplitPlan(split_calls.split_forward(problem, options, inputs, splits).recorded(*first))
+    for seed in (0, 7):
+        expected = split_calls.attend(*tensors(seed), splits=splits, window=(None, 0))
+        got = plan.run(*tensors(seed), False)
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, expected, strict=True))
 
 
 class Subclass(torch.Tensor):

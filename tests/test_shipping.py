@@ -7,7 +7,17 @@ import sys
 import pytest
 import torch
 
-from fa2_cute import arch, cli, flash_attn_func, flash_attn_with_kvcache, jit, shipping, store, tiling
+from fa2_cute import (
+    arch,
+    cli,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+    jit,
+    shipping,
+    split_calls,
+    store,
+    tiling,
+)
 from fa2_cute.cache_spec import FP8_DTYPES
 from fa2_cute.shipping import Wanted, features_of, widths_of
 from fa2_cute.spec import CAUSAL, FULL, Features
@@ -69,6 +79,8 @@ def test_calls_over_caches_ask_for_no_other_kernels(monkeypatch, cache_dtype):
     if not fp8:
         for query in (q[:, :1], q[:, :20]):
             flash_attn_func(query, k, k + 0, causal=True)
+        for splits in (2, 9):  # as calls on a GPU may be
+            split_calls.attend(q, k, k + 0, window=(None, 0), splits=splits)
     where = {"block_table": torch.tensor([[2, 0, 1]], dtype=torch.int32), "causal": True}
     lengths, new = torch.tensor([5], dtype=torch.int32), normal(1, 20, 2, 64)
     angles = {"rotary_cos": normal(48, 32), "rotary_sin": normal(48, 32)}

@@ -16,10 +16,11 @@ from .cache_strategies import PLAIN as PLAIN_CACHE
 from .cache_strategies import cache_cases, some_cache_kernels
 from .cases import Case
 from .judging import check
-from .strategies import PLAIN, caches, cases, length_pairs, some_kernels
+from .strategies import PLAIN, caches, cases, length_pairs, some_kernels, split_cases
 
 CASES_A_ROUND = 500  # hypothesis starts afresh, with a seed of its own and other kernels, after as many
 KERNELS_A_ROUND = 8  # a kernel takes some 4 s to compile: half a minute for a minute or two of emulated cases
+SPLIT_KERNELS_A_ROUND = 3  # of those, in splits too: each is the kernel and two combinations
 CACHE_KERNELS_A_ROUND = 3  # each is an append, an attention and the combination of splits
 SHRINK_SECONDS = 60.0  # what shrinking one failure may take beyond the time asked for
 MOST_FAILURES = 10  # a campaign that has found as many has made its point
@@ -73,7 +74,10 @@ class Campaign:
             self.seconds = time.monotonic() - start
 
     def _round(self, seed: int, deadline: float, start: float, on_case):
-        kernels = st.sampled_from((*PLAIN, *some_kernels(KERNELS_A_ROUND, seed)))
+        others = some_kernels(KERNELS_A_ROUND, seed)
+        kernels = st.sampled_from((*PLAIN, *others))
+        dense = [kernel for kernel in others if not kernel.has("varlen")]
+        split_kernels = st.sampled_from((*PLAIN, *dense)[:SPLIT_KERNELS_A_ROUND])
         cache_kernels = st.sampled_from((PLAIN_CACHE, *some_cache_kernels(CACHE_KERNELS_A_ROUND, seed)))
         calls = cases(kernels, dense=length_pairs() | caches())
         smallest: list[Failure] = []  # hypothesis tries only simpler cases than the last that failed
@@ -88,7 +92,7 @@ class Campaign:
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
         )
-        @hypothesis.given(calls | cache_cases(cache_kernels))
+        @hypothesis.given(calls | split_cases(split_kernels) | cache_cases(cache_kernels))
         def draw(case):
             now = time.monotonic()
             if now > (deadline + SHRINK_SECONDS if smallest else deadline):

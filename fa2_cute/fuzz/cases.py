@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..decode_spec import FEW_SPLITS
 from .layouts import lay_out, moved
 from .masks import mask_of
 from .per_head import sinks, slopes
@@ -46,6 +47,7 @@ class Case:
     packed               (query_len, key_len) of each packed sequence; batch, query_len and key_len then mean nothing
     unused               rows before the first and after the last packed sequence, of q and then of k and v, all NaN;
                          if negative, the sequences reach beyond the tensors by as much and are cut
+    splits               by the forward kernel in as many splits of the keys (``split_calls.attend``); 0: as is fastest
     layouts              those of q, k and v, names in ``layouts.LAYOUTS``
     values               a name in ``values.VALUES``; ``seed`` decides the random numbers
     """
@@ -69,6 +71,7 @@ class Case:
     mask_layout: str = "full"
     packed: tuple[tuple[int, int], ...] | None = None
     unused: tuple[int, int, int, int] = (0, 0, 0, 0)
+    splits: int = 0
     layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")
     values: str = "normal"
     seed: int = 0
@@ -151,17 +154,18 @@ class Case:
     def as_call(self, device: str = "cpu") -> str:
         """A Python program that makes the call and raises WrongResult where its result is wrong."""
         imported, repeated = "", ""
+        module, given = ("split_calls", f"splits={self.splits}, **options") if self.splits else ("forward", "**options")
         if keeps_calls(device):
             imported = "from fa2_cute.fuzz.judging import require_same\n"
-            repeated = "require_same(attend(q, k, v, **options), (out, lse))\n"
+            repeated = f"require_same(attend(q, k, v, {given}), (out, lse))\n"
         return (
-            "from fa2_cute.forward import attend\n"
+            f"from fa2_cute.{module} import attend\n"
             f"from fa2_cute.fuzz import Case, judge\n{imported}"
             "\n"
             f"case = {self!r}\n"
             f"q, k, v = case.tensors({device!r})\n"
             f"options = case.options_on({device!r})\n"
-            "out, lse = attend(q, k, v, **options)\n"
+            f"out, lse = attend(q, k, v, {given})\n"
             f"judge(q, k, v, out, lse, **options)\n{repeated}"
         )
 
@@ -181,6 +185,7 @@ class Case:
             "mask dtype": "none" if self.mask is None else self.mask_dtype,
             "mask layout": "none" if self.mask is None else self.mask_layout,
             "sequences": _sequences_class(self),
+            "forward splits": _splits_class(self),
             "heads": "MHA" if ratio == 1 else "MQA" if self.kv_heads == 1 else f"GQA {ratio}:1",
             "query_len": _length_class(self.query_rows[1]),
             "key_len": _length_class(self.key_rows[1]),
@@ -222,6 +227,14 @@ def _sequences_class(case: Case) -> str:
     if any(rows > 0 for rows in case.unused):
         return "packed, rows unused"
     return "packed, more than rows" if len(case.packed) > case.query_rows[1] else "packed"
+
+
+def _splits_class(case: Case) -> str:
+    """Relative to what one kernel combines, and to keys: a tile has at least 16."""
+    if not case.splits:
+        return "as is fastest"
+    few = "few" if case.splits <= FEW_SPLITS else "many"
+    return few if case.splits * 16 <= case.key_len else f"{few}, some empty"
 
 
 def _length_class(length: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import reference
+from .. import reference, split_calls
 from .._torch_internals import EMPTY_STRIDED
 from ..emulation import EmulationNotice
 from ..forward import attend
@@ -29,8 +29,8 @@ def check(case: Case, device: str | torch.device = "cpu"):
     Raises WrongResult, or whatever the call raises (an EmulatorError of a hazard, for one).
     """
     tensors, options = case.tensors(device), case.options_on(device)
-    out, lse = call(*tensors, **options)
-    again = call(*tensors, **options) if keeps_calls(device) else None
+    out, lse = call(*tensors, splits=case.splits, **options)
+    again = call(*tensors, splits=case.splits, **options) if keeps_calls(device) else None
     untouched, untouched_options = case.tensors(device), case.options_on(device)
     for name, before, after in (
         *zip("qkv", untouched, tensors, strict=True),
@@ -43,22 +43,30 @@ def check(case: Case, device: str | torch.device = "cpu"):
         require_same(again, (out, lse), repr(case))
 
 
-def check_tensors(q, k, v, *, what: str = "the call", **options):
+def check_tensors(q, k, v, *, what: str = "the call", splits: int = 0, **options):
     """Call ``attend`` on poisoned memory and ``judge`` what it returns; options as in ``call``."""
-    judge(q, k, v, *call(q, k, v, **options), **options, what=what)
+    judge(q, k, v, *call(q, k, v, splits=splits, **options), **options, what=what)
 
 
 def run(case: Case, device: str | torch.device = "cpu") -> tuple[torch.Tensor, ...]:
     """The call of ``case``, not judged: (q, k, v, out, lse)."""
     q, k, v = case.tensors(device)
-    return q, k, v, *call(q, k, v, **case.options_on(device))
+    return q, k, v, *call(q, k, v, splits=case.splits, **case.options_on(device))
 
 
-def call(q, k, v, *, causal: bool = False, window=(None, None), **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attend`` on poisoned memory and without the notice of emulation: (out, lse). causal: a right side of 0."""
+def call(
+    q, k, v, *, causal: bool = False, window=(None, None), splits: int = 0, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attend`` on poisoned memory and without the notice of emulation: (out, lse). causal: a right side of 0.
+
+    splits: of ``split_calls.attend``, or 0.
+    """
+    options["window"] = (window[0], 0 if causal else window[1])
     with warnings.catch_warnings(), poisoned_allocations():
         warnings.simplefilter("ignore", EmulationNotice)
-        return attend(q, k, v, window=(window[0], 0 if causal else window[1]), **options)
+        if splits:
+            return split_calls.attend(q, k, v, splits=splits, **options)
+        return attend(q, k, v, **options)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What a call can vary, as hypothesis strategies named after what they mean; each shrinks to the plainest."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -153,6 +153,17 @@ def length_pairs(draw, limit: int = 260) -> tuple[int, int]:
 def caches(draw) -> tuple[int, int]:
     """(query_len, key_len): a few queries, or a tile or two, on keys that are enough to be split among blocks."""
     return draw(st.sampled_from([1, 1, 2, 5, 16, 70, 130])), draw(st.sampled_from([1023, 1024, 1025, 1031, 1100, 1664]))
+
+
+#: Few and many, as different kernels combine them; as few keys as these calls have leave some of many empty.
+numbers_of_splits = st.sampled_from([2, 3, 1, 4, 5, 7, 8, 9, 20])
+
+
+@st.composite
+def split_cases(draw, kernels: st.SearchStrategy[Kernel], values: st.SearchStrategy[str] | None = None) -> Case:
+    """A call of one of ``kernels``, without packed sequences, whose keys blocks of the forward kernel share."""
+    dense = length_pairs(520).filter(lambda lengths: all(lengths))
+    return replace(draw(cases(kernels, values, dense)), splits=draw(numbers_of_splits))
 
 
 @st.composite

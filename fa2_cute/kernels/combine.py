@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ..decode_spec import MAX_SPLITS, CombineSpec
-from . import partial
+from . import partial, softmax
 
 EARLY = 8  # rows that a thread loads ahead of their weights: with head_dim 128 those of 32 splits
 
@@ -114,7 +114,7 @@ class Combine:
                 for e in cutlass.range_constexpr(4):
                     values[e] = values[e] + sO[g, tidx * 4 + e]
             sink = mSink[head] if cutlass.const_expr(mSink is not None) else None
-            inverse, lse = partial.finish_row(largest, total, scale_log2, spec.sum_exponent, sink)
+            inverse, lse = finish(spec, largest, total, scale_log2, sink)
             partial.store_output(mO[b, query, head, None], tidx * 4, values, inverse, spec.output_exponent)
             if tidx == 0:
                 mLSE[b, head, query] = lse
@@ -134,6 +134,16 @@ def add_part(values: cute.Tensor, weight: Float32, part: cute.Tensor, exists: Bo
     counts = exists & (weight >= 0.0)
     for e in cutlass.range_constexpr(4):
         values[e] = cutlass.select_(counts, cute.math.fma(weight, part[e], values[e]), values[e])
+
+
+def finish(
+    spec: CombineSpec, m: Float32, total: Float32, scale_log2: Float32, sink: Float32 | None
+) -> tuple[Float32, Float32]:
+    """(inverse, lse) of a row, as the kernel that left its parts would have finished it."""
+    if spec.logits:
+        row = softmax.end_row(m, total, sink)
+        return cutlass.select_(row.attended, row.inverse, Float32(0.0)), softmax.logsumexp(row)
+    return partial.finish_row(m, total, scale_log2, spec.sum_exponent, sink)
 
 
 def warp_max(x: Float32) -> Float32:

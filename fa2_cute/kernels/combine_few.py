@@ -11,7 +11,7 @@ from cutlass import Float32, Int32
 
 from ..decode_spec import FEW_SPLITS, CombineSpec
 from . import partial
-from .combine import add_part, load_part
+from .combine import add_part, finish, load_part
 
 
 class CombineFew:
@@ -80,7 +80,7 @@ class CombineFew:
                 add_part(values, weight, parts[None, s], exists & partial.is_live(m[s], total[s]))
             b, query, head = partial.place_of(mO, index)
             sink = mSink[head] if cutlass.const_expr(mSink is not None) else None
-            inverse, lse = partial.finish_row(largest, row_total, scale_log2, spec.sum_exponent, sink)
+            inverse, lse = finish(spec, largest, row_total, scale_log2, sink)
             partial.store_output(mO[b, query, head, None], column, values, inverse, spec.output_exponent)
             if column == 0:
                 mLSE[b, head, query] = lse

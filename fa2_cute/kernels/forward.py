@@ -20,6 +20,9 @@ end and computes everything again, following the maximum in one loop that masks 
 is kept short, because what it needs is kept from the registers of the loop that matters. Blocks of few keys take that
 loop at once: there the rounding of a row's largest probability, which is exactly 1 only relative to the true maximum,
 would show.
+
+With ``split`` several blocks share a tile's keys. Each walks over its own as if there were no others, and leaves a part
+(kernels/partial.py) where it would have written the output; a block without keys leaves the word that it saw none.
 """
 
 from dataclasses import dataclass
@@ -28,8 +31,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from ..decode_spec import MAX_SPLITS
 from ..spec import SMALLEST_SCALE, ForwardSpec
-from . import layouts, mask, place, products, schedule, scores, softmax
+from . import layouts, mask, partial, place, products, schedule, scores, softmax
 from .copies import (
     Ring,
     Rows,
@@ -107,6 +111,15 @@ class Inputs:
     mCuQ: cute.Tensor | None
     mCuK: cute.Tensor | None
 
+    @property
+    def mPartO(self) -> cute.Tensor:
+        """mO of a kernel whose blocks leave parts."""
+        return self.mO
+
+    @property
+    def mPartState(self) -> cute.Tensor:
+        return self.mLSE
+
 
 class Forward:
     """The kernel for one specification; compiled by ``cute.compile(Forward(spec), ...)``."""
@@ -121,8 +134,11 @@ class Forward:
         mQ: cute.Tensor,  # (batch, query_len, heads, head_dim); packed: (1, all queries, heads, head_dim)
         mK: cute.Tensor,  # (batch, key_len, kv_heads, head_dim)
         mV: cute.Tensor,  # (batch, key_len, kv_heads, value_dim)
-        mO: cute.Tensor,  # (batch, query_len, heads, value_dim)
-        mLSE: cute.Tensor,  # (batch, heads, query_len), float32, natural logarithm; or (0, 0, 0): not asked for
+        # (batch, query_len, heads, value_dim); split: mPartO (splits, batch * query_len * heads, value_dim), float32
+        mO: cute.Tensor,
+        # (batch, heads, query_len), float32, natural logarithm; or (0, 0, 0): not asked for; split: mPartState
+        # (splits, batch * query_len * heads, 2), float32: m as a logit in natural units, and l
+        mLSE: cute.Tensor,
         scale_log2: Float32,  # softmax scale times log2(e)
         heads_per_kv_head: Int32,
         window_left: Int32 | None,
@@ -140,6 +156,7 @@ class Forward:
         batch = mQ.shape[0]
         if cutlass.const_expr(spec.features.varlen):
             batch = mCuQ.shape[0] - 1
+        splits = mO.shape[0] if cutlass.const_expr(spec.split) else 1
         self.kernel(
             mQ,
             mK,
@@ -158,7 +175,7 @@ class Forward:
             mCuQ,
             mCuK,
         ).launch(
-            grid=spec.grid(batch, mQ.shape[2], mQ.shape[1]),
+            grid=spec.grid(batch, mQ.shape[2], mQ.shape[1], splits),
             block=[spec.threads, 1, 1],
             smem=spec.shared_bytes,
             stream=stream,
@@ -217,7 +234,8 @@ class Forward:
         keys = inputs.mK.shape[1]
         if cutlass.const_expr(self.spec.features.varlen):
             return schedule.packed_work(here, heads, queries, keys, inputs.mCuQ, inputs.mCuK, self.spec.tile_m)
-        return schedule.batched_work(here, batch, heads, queries, keys, self.spec.tile_m)
+        splits = inputs.mPartO.shape[0] if cutlass.const_expr(self.spec.split) else None
+        return schedule.batched_work(here, batch, heads, queries, keys, splits, self.spec.tile_m)
 
     @cute.jit
     def work_again(self, inputs: Inputs, here: place.Place, work: schedule.Work) -> schedule.Work:
@@ -249,10 +267,13 @@ class Forward:
                 self.keep_first_reference(loop)
                 softmax.conclude_settled(state)
                 # Also a barrier: all warps are past their last step, and the rings are free.
-                follows = block_any(~softmax.is_sound(state, acc_O))
+                follows = block_any(~softmax.is_sound(state, acc_O, MAX_SPLITS if spec.split else 1))
             if follows:
                 self.attend_again(inputs, shared, place.read_again(), work, state, acc_O)
-        self.finish(inputs, shared, place.read_again(), work, state, acc_O)
+        if cutlass.const_expr(spec.split):
+            self.leave_part(inputs, place.read_again(), work, state, acc_O)
+        else:
+            self.finish(inputs, shared, place.read_again(), work, state, acc_O)
 
     @cute.jit
     def attend_again(
@@ -302,6 +323,8 @@ class Forward:
         """This thread's part of ``work``."""
         spec = cutlass.const_expr(self.spec)
         tiles = schedule.key_range(work, inputs.window_left, inputs.window_right, spec.tile_m, spec.tile_n)
+        if cutlass.const_expr(spec.split):
+            work, tiles = schedule.share_of(work, tiles, spec.tile_n, spec.features.left, spec.features.right)
         kv_head = work.head // inputs.heads_per_kv_head
         key_end = work.key_start + work.key_len
         gK = Rows(inputs.mK[work.b, None, kv_head, None], work.key_start, key_end)
@@ -389,9 +412,45 @@ class Forward:
                     mLSE_head[work.query_start + row] = row_lse[r]
 
     @cute.jit
+    def leave_part(
+        self,
+        inputs: Inputs,
+        here: place.Place,
+        work: schedule.Work,
+        state: softmax.SoftmaxState,
+        acc_O: cute.Tensor,
+    ):
+        """Write what this block's share of the keys makes of its rows; of a row that sees none of them the word alone.
+
+        The four lanes of a row write 32 bytes that follow one another, a sector, with each store.
+        """
+        spec, tidx = cutlass.const_expr(self.spec), here.thread
+        work = self.work_again(inputs, here, work)
+        rO = accumulator_rows(acc_O)
+        cO = cute.make_identity_tensor((spec.tile_m, spec.value_width))
+        tOcO = accumulator_rows(self.tiled_mma().get_slice(tidx).partition_C(cO))
+        for r in cutlass.range_constexpr(cute.size(rO.shape[0])):
+            m, total = state.row_top[r], softmax.quad_sum(state.row_sum[r])
+            row = work.first_row + tOcO[r, 0][0]
+            if row < work.query_len:
+                index = (work.b * work.query_len + row) * inputs.mQ.shape[2] + work.head
+                if partial.is_live(m, total):
+                    mPart_row = inputs.mPartO[work.split, index, None]
+                    for c in cutlass.range_constexpr(0, cute.size(rO.shape[1]), 2):
+                        # Eight columns of an MMA are all padding or none.
+                        if cutlass.const_expr(c // 2 * 8 < spec.value_dim):
+                            pair = cute.make_rmem_tensor(2, Float32)
+                            pair[0], pair[1] = rO[r, c], rO[r, c + 1]
+                            start = mPart_row.iterator + cute.assume(tOcO[r, c][1], divby=2)
+                            cute.autovec_copy(pair, cute.make_tensor(start, cute.make_layout(2)))
+                if tidx % 4 == 0:
+                    inputs.mPartState[work.split, index, 0] = m
+                    inputs.mPartState[work.split, index, 1] = total
+
+    @cute.jit
     def modifiers(self, inputs: Inputs, work: schedule.Work):
         """(Modifiers or None, the scale that is left to the softmax)."""
-        features = cutlass.const_expr(self.spec.features)
+        spec, features = cutlass.const_expr(self.spec), cutlass.const_expr(self.spec.features)
         scale_log2 = cute.arch.fmax(cute.arch.fmax(inputs.scale_log2, -inputs.scale_log2), Float32(SMALLEST_SCALE))
         modifiers, softmax_scale = None, scale_log2
         if cutlass.const_expr(features.changes_scores):
@@ -402,6 +461,8 @@ class Forward:
                 slope = inputs.mSlopes[work.sequence, work.head]
             if cutlass.const_expr(features.mask is not None):
                 mMask = inputs.mMask[work.b, work.head, None, None]
+                if cutlass.const_expr(spec.split):
+                    mMask = scores.from_key(mMask, work.key_start)
             modifiers = scores.Modifiers(scale, inputs.softcap, slope, mMask)
             softmax_scale = Float32(softmax.LOG2_E)
         return modifiers, softmax_scale

@@ -1,6 +1,6 @@
 """Which query tile of which head a thread block works on, and which key tiles that tile needs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -19,6 +19,7 @@ class Work:
     first_row               the tile's first row, counted within its sequence; negative: there is no work
     query_start, query_len  the sequence's queries among the rows of q
     key_start, key_len      the sequence's keys among the rows of k and v
+    split, splits           which share of the tile's keys, and of how many; None: all keys
     """
 
     head: Int32
@@ -29,6 +30,8 @@ class Work:
     query_len: Int32
     key_start: Int32
     key_len: Int32
+    split: Int32 | None = None
+    splits: Int32 | None = None
 
 
 def rank_and_head(place: Place, heads: Int32) -> tuple[Int32, Int32]:
@@ -44,12 +47,19 @@ def rank_and_head(place: Place, heads: Int32) -> tuple[Int32, Int32]:
 
 @cute.jit
 def batched_work(
-    place: Place, batch: Int32, heads: Int32, query_len: Int32, key_len: Int32, tile_m: cutlass.Constexpr
+    place: Place,
+    batch: Int32,
+    heads: Int32,
+    query_len: Int32,
+    key_len: Int32,
+    splits: Int32 | None,
+    tile_m: cutlass.Constexpr,
 ) -> Work:
     """The work of this block where every sequence of the batch has the same lengths; a sequence >= batch is idle.
 
     The last query tiles come first: under a causal mask those are the longest, and a long block that starts last would
     leave the other multiprocessors idle at the end. Short sequences alternate, too, so that this holds for many blocks.
+    The shares of a tile follow each other.
     """
     tiles = cute.ceil_div(query_len, tile_m)
     # Uniform for ptxas, too: what follows from them then takes registers of the warp, not of its threads.
@@ -60,8 +70,13 @@ def batched_work(
     sequence = rest >> head_shift
     head = (place.block_y << head_shift) + rest - (sequence << head_shift)
     b = (place.block_z << sequence_shift) + sequence
+    split = None
+    if cutlass.const_expr(splits is not None):
+        share = rank
+        rank = share // splits
+        split = share - rank * splits
     first_row = (tiles - 1 - rank) * tile_m
-    return Work(head, b, b, first_row, Int32(0), query_len, Int32(0), key_len)
+    return Work(head, b, b, first_row, Int32(0), query_len, Int32(0), key_len, split, splits)
 
 
 @cute.jit
@@ -139,7 +154,7 @@ def first_rank(mCu: cute.Tensor, i: Int32, total: Int32, rows_a_query: Int32 | i
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Key tiles [begin, end) of a query tile; no row sees the rest.
+    """Key tiles [begin, end) of a query tile, or of a block's share; no row sees the rest.
 
     [plain_begin, plain_end)   need no mask: every row sees all their keys
     referenced                 in the tiles [referenced, end) every row that sees any key sees one; without a bound on
@@ -185,6 +200,32 @@ def key_range(
         wanted = cutlass.max(REFERENCED_KEYS - (end - begin) * tile_n // FEWER_REFERENCED, Int32(1))
         referenced = cutlass.max(cutlass.max(key_len - wanted, Int32(0)) // tile_n, begin)
     return KeyRange(begin, plain_begin, plain_end, end, referenced)
+
+
+def share_of(work: Work, tiles: KeyRange, tile_n: int, left: bool, right: bool) -> tuple[Work, KeyRange]:
+    """``work`` and its ``tiles`` without the keys of other shares: even ones, the first a tile longer than the last; of
+    few tiles some get none.
+
+    The share's first key becomes key 0, so that no loop needs to know where the share begins: to all that counts keys
+    from the sequence's end (windows, slopes) it is as if the keys before had never been there.
+
+    left, right: where the window is bounded. With a bound on the right a row's last key may lie in this share or behind
+    it, in which case the row sees all of the share's last tile, or nothing but what the left side leaves. Else all rows
+    end with the share, and references come from as many of its tiles as they would of all.
+    """
+    count = tiles.end - tiles.begin
+    each = count // work.splits
+    longer = count - each * work.splits
+    own = each + cutlass.select_(work.split < longer, Int32(1), Int32(0))
+    begin = tiles.begin + work.split * each + cutlass.min(work.split, longer)
+    zero = Int32(0)
+    referenced = cutlass.min(tiles.referenced - begin, own - 1) if right else own - (tiles.end - tiles.referenced)
+    plain_begin, plain_end = (
+        cutlass.max(cutlass.min(edge - begin, own), zero) for edge in (tiles.plain_begin, tiles.plain_end)
+    )
+    keys_before = begin * tile_n
+    share = replace(work, key_start=work.key_start + keys_before, key_len=work.key_len - keys_before)
+    return share, KeyRange(zero, plain_begin if left else zero, plain_end, own, cutlass.max(referenced, zero))
 
 
 def _clamped(key: Int32, key_len: Int32) -> Int32:

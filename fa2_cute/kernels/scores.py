@@ -71,6 +71,11 @@ def modify(
                     rS[r, c] = rS[r, c] + Float32(value)
 
 
+def from_key(mMask: cute.Tensor, key: Int32) -> cute.Tensor:
+    """mMask (query_len, key_len) without the keys before ``key``."""
+    return cute.make_tensor(mMask.iterator + Int64(key) * mMask.stride[1], mMask.layout)
+
+
 def _mask_value(mMask: cute.Tensor, row: Int32, key: Int32):
     # Offsets in 64 bits: row * stride passes 2^31 elements in long masks.
     offset = Int64(row) * mMask.stride[0] + Int64(key) * mMask.stride[1]

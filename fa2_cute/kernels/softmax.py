@@ -54,7 +54,7 @@ class SoftmaxState:
     row_offset    what is to be subtracted from x * c: m * c, but after follow_maximum 0 where m is -inf or where x
                   comes as x - m (FUSED_LIMIT)
     row_sum       this lane's share of the sum of exp2((x - m) * c)
-    row_top       at the end: m as a logit in natural units
+    row_top       at the end: m as a logit in natural units, which is also what a part of several leaves
     """
 
     row_ref: cute.Tensor
@@ -234,20 +234,22 @@ def _shift(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32):
 
 
 @cute.jit
-def is_sound(state: SoftmaxState, acc_O: cute.Tensor) -> Boolean:
+def is_sound(state: SoftmaxState, acc_O: cute.Tensor, parts: cutlass.Constexpr = 1) -> Boolean:
     """Whether references that were taken once, and settled, have served this thread's rows to the end.
 
     They have not where a sum or an output is too large or NaN, in rows beyond FUSED_LIMIT, whose scores must come as
-    x - m, and in rows that had only scores of -inf to take one from.
+    x - m, and in rows that had only scores of -inf to take one from. parts: up to so many such sums and outputs must
+    not be too large together.
     """
     rO = accumulator_rows(acc_O)
     sound = Boolean(True)
     for r in cutlass.range_constexpr(cute.size(rO.shape[0])):
         zero = Float32(0.0)
         for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
-            zero = cute.math.fma(rO[r, c], Float32(0.0), zero)  # NaN if any is not finite
+            value = rO[r, c] if cutlass.const_expr(parts == 1) else rO[r, c] * Float32(parts)
+            zero = cute.math.fma(value, Float32(0.0), zero)  # NaN if any is not finite
         fused = _is_fused(state.row_offset[r])
-        sound = sound & (zero == 0.0) & (state.row_sum[r] < LARGEST_SUM) & fused
+        sound = sound & (zero == 0.0) & (state.row_sum[r] < LARGEST_SUM / parts) & fused
     return sound
 
 
@@ -264,22 +266,10 @@ def finish(state: SoftmaxState, acc_O: cute.Tensor, sink: Float32 | None) -> cut
     inverse = cute.make_rmem_tensor(rows, Float32)  # negative: the row has attended to nothing
     idle = Boolean(False)
     for r in cutlass.range_constexpr(rows):
-        total = quad_sum(state.row_sum[r])
-        top = state.row_top[r]
-        # A row of NaN scores alone leaves m at -inf, but its sum is NaN and not zero.
-        attended = (state.row_top[r] != -Float32.inf) | (total != 0.0)
-        seen = attended
-        factor = Float32(1.0)
-        if cutlass.const_expr(sink is not None):
-            old, top = top, cute.arch.fmax(top, sink)
-            shift = top if top != -Float32.inf else Float32(0.0)
-            factor = cute.math.exp2((old - shift) * LOG2_E, fastmath=True)
-            total = total * factor + cute.math.exp2((sink - shift) * LOG2_E, fastmath=True)
-            seen = seen | (sink != -Float32.inf)
-        inverse[r] = cute.arch.rcp_approx(total) * factor if attended else Float32(-1.0)
-        idle = idle | ~attended
-        lse = top + cute.math.log2(total, fastmath=True) * LN_2
-        row_lse[r] = lse if seen else -Float32.inf
+        row = end_row(state.row_top[r], quad_sum(state.row_sum[r]), sink)
+        inverse[r] = row.inverse
+        idle = idle | ~row.attended
+        row_lse[r] = logsumexp(row)
     for r in cutlass.range_constexpr(rows):
         for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
             rO[r, c] = rO[r, c] * inverse[r]
@@ -289,6 +279,46 @@ def finish(state: SoftmaxState, acc_O: cute.Tensor, sink: Float32 | None) -> cut
             for c in cutlass.range_constexpr(cute.size(rO.shape[1])):
                 rO[r, c] = cutlass.select_(inverse[r] < 0.0, Float32(0.0), rO[r, c])
     return row_lse
+
+
+@dataclass(frozen=True)
+class RowEnd:
+    """A row without another key to come.
+
+    attended    whether it has seen a key; seen: or has a sink
+    inverse     what its O is multiplied by; negative if it has seen no key
+    top, total  the largest of m, as a logit, and the sink, and the sum relative to that
+    """
+
+    attended: Boolean
+    seen: Boolean
+    inverse: Float32
+    top: Float32
+    total: Float32
+
+
+@cute.jit
+def end_row(top: Float32, total: Float32, sink: Float32 | None) -> RowEnd:
+    """The end of a row of which ``total`` is the sum relative to ``top``, m as a logit."""
+    # A row of NaN scores alone leaves m at -inf, but its sum is NaN and not zero.
+    attended = (top != -Float32.inf) | (total != 0.0)
+    seen = attended
+    factor = Float32(1.0)
+    if cutlass.const_expr(sink is not None):
+        old, top = top, cute.arch.fmax(top, sink)
+        shift = top if top != -Float32.inf else Float32(0.0)
+        factor = cute.math.exp2((old - shift) * LOG2_E, fastmath=True)
+        total = total * factor + cute.math.exp2((sink - shift) * LOG2_E, fastmath=True)
+        seen = seen | (sink != -Float32.inf)
+    inverse = cute.arch.rcp_approx(total) * factor if attended else Float32(-1.0)
+    return RowEnd(attended, seen, inverse, top, total)
+
+
+@cute.jit
+def logsumexp(row: RowEnd) -> Float32:
+    """Natural, the sink included."""
+    lse = row.top + cute.math.log2(row.total, fastmath=True) * LN_2
+    return lse if row.seen else -Float32.inf
 
 
 def _max_of(rS: cute.Tensor, r: int) -> Float32:

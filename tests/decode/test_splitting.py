@@ -1,21 +1,23 @@
 """How many splits, and which dense calls are split: plain data; then those calls in the emulator."""
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fa2_cute import arch, decode, splitting, tiling
+from fa2_cute import arch, decode, forward, split_calls, splitting, tiling
 from fa2_cute.decode_spec import MAX_SPLITS, choose
 from fa2_cute.forward import SPLIT_KEYS
 from fa2_cute.fuzz import Case, check
 from fa2_cute.problem import Problem
 from fa2_cute.spec import CAUSAL, FULL
-from fa2_cute.splitting import choose_splits
+from fa2_cute.splitting import CACHE, FORWARD, Division, Keys, choose_splits
 
 SPEC = choose("bfloat16", "bfloat16", 128, 128, 4)
 WIDE = choose("bfloat16", "bfloat16", 128, 128, 64)
 H200, RTX_5090 = (arch.BY_NAME["sm_90"], 132), (arch.BY_NAME["sm_120"], 170)
 devices = st.sampled_from([H200, RTX_5090])
+WHOLE = Division(FORWARD, 1)
 
 
 @given(devices, st.integers(1, 5000), st.integers(1, 2**20))
@@ -58,6 +60,10 @@ def problem(batch, query_len, key_len, heads, kv_heads, features=FULL, head_dim=
     return Problem("bfloat16", batch, query_len, key_len, heads, kv_heads, head_dim, head_dim, features)
 
 
+def divide(problem, device, splitting_kernels=(FORWARD, CACHE), window=(None, None)):
+    return split_calls.divide(problem, window, *device, splitting_kernels)
+
+
 @given(devices, st.sampled_from([(32, 8), (16, 16), (8, 1), (1, 1)]), st.data())
 def test_a_call_with_few_tiles_on_many_keys_is_split(device, heads, data):
     architecture, sms = device
@@ -67,7 +73,7 @@ def test_a_call_with_few_tiles_on_many_keys_is_split(device, heads, data):
     batch = data.draw(st.integers(1, min(8, most)), label="batch")
     query_len = data.draw(st.integers(1, min(2000, most // batch * tile_m)), label="query_len")
     assert batch * heads[0] * -(-query_len // tile_m) <= sms // 4
-    assert splitting.splits_pay(problem(batch, query_len, 16384, *heads), 16384, *device)
+    assert divide(problem(batch, query_len, 16384, *heads), device) != WHOLE
 
 
 @given(devices, st.integers(1, 8), st.integers(128, 5000), st.integers(1024, 2**17), st.sampled_from([FULL, CAUSAL]))
@@ -75,28 +81,87 @@ def test_a_call_that_fills_the_device_many_times_is_not(device, batch, query_len
     _, sms = device
     rows = query_len // 128 * 128
     assume(batch * 32 * (rows // 128) >= 8 * sms)
-    assert not splitting.splits_pay(problem(batch, rows, key_len, 32, 8, features), key_len, *device)
+    window = (None, 0 if features.right else None)
+    assert divide(problem(batch, rows, key_len, 32, 8, features), device, window=window) == WHOLE
+
+
+@given(devices, st.integers(1, 4), st.integers(1, 3000), st.integers(1, 2**17), st.sampled_from(["", FORWARD, CACHE]))
+def test_what_cannot_be_split_is_not(device, batch, query_len, key_len, able):
+    found = divide(problem(batch, query_len, key_len, 16, 4), device, (able,) if able else ())
+    assert found.kernels in (able, FORWARD)
+    assert 0 <= found.splits <= MAX_SPLITS
+    if key_len < SPLIT_KEYS or not able:
+        assert found == WHOLE
+    if found.splits > 1:
+        assert found.splits * splitting.FEWEST_KEYS <= key_len
+
+
+MEASURED = [  # microseconds of the forward kernel and of the kernels for KV caches, full attention: docs/decode.md
+    (1, 512, 8192, (32, 8), False),  # 200, 230
+    (1, 512, 8192, (16, 16), True),  # 197, 123
+    (1, 256, 16384, (32, 8), True),  # 379, 228
+    (1, 128, 32768, (8, 1), True),  # 684, 71
+    (4, 128, 8192, (32, 8), False),  # 200, 225
+    (4, 128, 8192, (16, 16), True),  # 204, 126
+    (1, 1024, 8192, (16, 16), False),  # 193, 223
+    (1, 1024, 8192, (8, 1), True),  # 168, 122
+    (1, 2048, 2048, (8, 1), False),  # 50, 65
+    (2, 512, 2048, (32, 8), False),  # 86, 126
+    (1, 128, 2048, (32, 8), True),  # 47, 28
+]
+
+
+@pytest.mark.parametrize(("batch", "query_len", "key_len", "heads", "split"), MEASURED)
+def test_the_faster_of_two_kernels_on_an_h200(batch, query_len, key_len, heads, split):
+    found = divide(problem(batch, query_len, key_len, *heads), H200, (CACHE,))
+    assert (found.kernels == CACHE) is split
 
 
 @pytest.mark.parametrize(
-    ("batch", "query_len", "key_len", "heads", "split"),
+    ("batch", "query_len", "key_len", "heads", "expected"),
     [
-        (1, 512, 8192, (32, 8), False),  # 200 us, split 230
-        (1, 512, 8192, (16, 16), True),  # 197, 123
-        (1, 256, 16384, (32, 8), True),  # 379, 228
-        (1, 128, 32768, (8, 1), True),  # 684, 71
-        (4, 128, 8192, (32, 8), False),  # 200, 225
-        (4, 128, 8192, (16, 16), True),  # 204, 126
-        (1, 1024, 8192, (16, 16), False),  # 193, 223
-        (1, 1024, 8192, (8, 1), True),  # 168, 122
-        (1, 2048, 2048, (8, 1), False),  # 50, 65
-        (2, 512, 2048, (32, 8), False),  # 86, 126
-        (1, 128, 2048, (32, 8), True),  # 47, 28
+        (1, 512, 8192, (32, 8), Division(FORWARD, 2)),  # 128 tiles for 132 SMs that hold two blocks each
+        (1, 256, 65536, (32, 8), Division(FORWARD, 4)),
+        (2, 8192, 8192, (32, 8), WHOLE),
+        (1, 1024, 8192, (32, 8), WHOLE),  # 256 tiles
+        (1, 64, 65536, (32, 8), Division(CACHE, 8)),  # half of a tile of 128 rows would be empty
+        (1, 1, 8192, (32, 8), Division(CACHE, 0)),  # few rows: as many as those kernels choose
+        (1, 16, 1023, (32, 8), WHOLE),
     ],
 )
-def test_the_faster_kernel_on_an_h200(batch, query_len, key_len, heads, split):
-    """Measured microseconds, full attention: docs/decode.md."""
-    assert splitting.splits_pay(problem(batch, query_len, key_len, *heads), key_len, *H200) is split
+def test_the_fastest_of_three_on_an_h200(batch, query_len, key_len, heads, expected):
+    """By the model: docs/decode.md."""
+    assert divide(problem(batch, query_len, key_len, *heads), H200) == expected
+
+
+@pytest.mark.parametrize(
+    ("query_len", "key_len", "window", "mean", "most"),
+    [
+        (4, 10, (None, None), 10, 10),
+        (4, 10, (None, 0), 9, 10),
+        (4, 10, (2, 0), 3, 3),
+        (10, 4, (None, 0), 0, 4),
+        (4, 10, (None, -20), 0, 0),
+        (5, 5, (1, 1), 3, 3),
+    ],
+)
+def test_keys_that_queries_see(query_len, key_len, window, mean, most):
+    assert split_calls.keys_seen(problem(1, query_len, key_len, 1, 1), window) == Keys(mean, most)
+
+
+def test_what_a_call_is_able_to():
+    """In the emulator the forward kernel is not split; packed sequences and empty calls never are."""
+    q, k = torch.zeros(2, 30, 4, 64, dtype=torch.bfloat16), torch.zeros(2, 1100, 2, 64, dtype=torch.bfloat16)
+
+    def able(q, k, v, **options):
+        problem, _, inputs = forward.check(q, k, v, **options)
+        return split_calls.kernels_that_split(problem, inputs)
+
+    assert able(q, k, k) == (CACHE,)
+    assert able(q, k, k, mask=torch.ones(30, 1100, dtype=torch.bool)) == ()
+    assert able(q[:, :0], k, k) == able(q[:0], k[:0], k[:0]) == able(q[:, :, :0], k, k) == ()
+    lengths = torch.tensor([0, 30], dtype=torch.int32), torch.tensor([0, 1100], dtype=torch.int32)
+    assert able(q[0], k[0], k[0], cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1]) == ()
 
 
 @pytest.mark.parametrize(
