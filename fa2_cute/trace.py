@@ -90,8 +90,8 @@ def problem_of(
 def trace(problem: Problem, seed: int = 0) -> list[Trace]:
     """Run ``problem``, a full or causal one, on normal random numbers in the emulator, with all counters on.
 
-    The kernels are those that a call on CPU tensors takes: what one on a GPU of sm_120 with ``EMULATED_SMS`` SMs does, but
-    that the forward kernel is not split there (split_calls.py).
+    The kernels are those that a call on CPU tensors takes: what one on a GPU of sm_120 with ``EMULATED_SMS`` SMs does,
+    but that the forward kernel is not split there (split_calls.py).
     """
     generator = torch.Generator().manual_seed(seed)
     dtype = next(kind for kind, name in DTYPES.items() if name == problem.dtype)
