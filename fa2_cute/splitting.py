@@ -32,10 +32,10 @@ NEARLY_BEST = 1.05  # fewer splits leave less to combine
 # Measured on an H200 at head_dim 128, 54 calls of docs/decode.md's kind: with these numbers the model picks the faster
 # kernel and its number of splits, or what takes at most 2% longer.
 SPLIT_SPEED = 0.67  # the tile of 64 rows beside the forward kernel's: 305 to 335 TFLOP/s and 460
-# Of its speed, what an SM reaches with one block where it holds two: the forward kernel, and the kernels for KV caches.
-# Those reach 0.85 if every SM has one; but launches of about as many blocks as SMs leave some SMs with two and others
-# with none.
-LONE_SPEED, SPLIT_LONE_SPEED = 0.77, 0.65
+# Of its speed, what an SM reaches with one block where it holds two: the forward kernel (1 x 512 on 8192 and on 32768,
+# 128 tiles: 168 and 667 us on an H200), and the kernels for KV caches. Those reach 0.85 if every SM has one; but
+# launches of about as many blocks as SMs leave some SMs with two and others with none.
+LONE_SPEED, SPLIT_LONE_SPEED = 0.93, 0.65
 # What a part costs a row, written and read in float32, half a nanosecond of the device, in which 132 SMs compute 450
 # row-keys; and the launch of the combination, 1.2 us.
 PART_KEYS, COMBINING_KEYS = 450, 8_000
