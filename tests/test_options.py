@@ -203,6 +203,16 @@ def test_a_sink_stands_out_by_powers_of_two(dtype, height):
     check_tensors(q * 30, k, v, sink=sink, **extra)
 
 
+def test_a_sink_that_a_reference_is_far_below():
+    """References come from logits of 0; others are 115 powers of two higher, and the sink 126: what it leaves of the row
+    is a product of a large sum and a weight that vanishes."""
+    q = torch.zeros(1, 3, 1, 64, dtype=torch.bfloat16)
+    k, v = (torch.zeros(1, 640, 1, 64, dtype=torch.bfloat16) for _ in range(2))
+    q[..., 0] = 1.0
+    k[0, :390, 0, 0], v[0, :390] = 79.5, 1.0
+    check_tensors(q, k, v, softmax_scale=1.0, sink=torch.tensor([87.5]))
+
+
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 KINDS_OF_MASK = [

@@ -166,6 +166,20 @@ def test_sums_that_would_overflow_together(splits):
     check_tensors(q, k, v, softmax_scale=1.0, splits=splits)
 
 
+@pytest.mark.parametrize(("splits", "sink"), [(1, 87.5), (2, None), (2, 87.5)])
+def test_what_a_vanishing_weight_would_take_with_it(splits, sink):
+    """A share's references are 109 powers of two below its highest scores, and 126 below what it is weighed against: a
+    sink, or the other share's highest score, whose value is 0."""
+    q = torch.zeros(1, 3, 1, 64, dtype=torch.bfloat16)
+    k, v = (torch.zeros(1, 1280, 1, 64, dtype=torch.bfloat16) for _ in range(2))
+    q[..., 0] = 1.0
+    k[0, :256, 0, 0], v[0, :256] = 75.5, 1.0
+    k[0, 640:, 0, 0] = -100.0
+    k[0, -1, 0, 0] = 87.5 if sink is None else -100.0
+    extra = {} if sink is None else {"sink": torch.tensor([sink])}
+    check_tensors(q, k, v, softmax_scale=1.0, splits=splits, **extra)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -267,7 +267,9 @@ class Forward:
                 self.keep_first_reference(loop)
                 softmax.conclude_settled(state)
                 # Also a barrier: all warps are past their last step, and the rings are free.
-                follows = block_any(~softmax.is_sound(state, acc_O, MAX_SPLITS if spec.split else 1))
+                weighed = cutlass.const_expr(spec.split or spec.features.sink)
+                sound = softmax.is_sound(state, acc_O, weighed, MAX_SPLITS if spec.split else 1)
+                follows = block_any(~sound)
             if follows:
                 self.attend_again(inputs, shared, place.read_again(), work, state, acc_O)
         if cutlass.const_expr(spec.split):

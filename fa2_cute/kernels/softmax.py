@@ -27,6 +27,9 @@ RESCALE_SLACK = 8.0
 
 # A lane's share of a row sum: four of them stay below 2^125, whose reciprocal rcp.approx.ftz does not flush to zero.
 LARGEST_SUM = 2.0**123
+# The same where sums are weighed against a sink or against other parts: with another reference 2^126 times higher a
+# weight is flushed to 0, and must not take more than 2^-26 of the row with it.
+LARGEST_WEIGHED_SUM = 2.0**98
 
 # exp2(x * c - m * c) in one FMA carries the rounding error of m * c, 2^-24 |m * c|, in the exponent. It is common to
 # the row and cancels in the quotient, but beyond this bound it could pass fp16's range; such rows take (x - m) * c.
@@ -234,13 +237,18 @@ def _shift(state: SoftmaxState, acc_S: cute.Tensor, scale_log2: Float32):
 
 
 @cute.jit
-def is_sound(state: SoftmaxState, acc_O: cute.Tensor, parts: cutlass.Constexpr = 1) -> Boolean:
+def is_sound(
+    state: SoftmaxState, acc_O: cute.Tensor, weighed: cutlass.Constexpr = False, parts: cutlass.Constexpr = 1
+) -> Boolean:
     """Whether references that were taken once, and settled, have served this thread's rows to the end.
 
     They have not where a sum or an output is too large or NaN, in rows beyond FUSED_LIMIT, whose scores must come as
-    x - m, and in rows that had only scores of -inf to take one from. parts: up to so many such sums and outputs must
-    not be too large together.
+    x - m, and in rows that had only scores of -inf to take one from.
+
+    weighed: the sums will be weighed against others that have references of their own, a sink's or those of parts.
+    parts: up to so many such outputs must not be too large together.
     """
+    largest = cutlass.const_expr(LARGEST_WEIGHED_SUM if weighed else LARGEST_SUM)
     rO = accumulator_rows(acc_O)
     sound = Boolean(True)
     for r in cutlass.range_constexpr(cute.size(rO.shape[0])):
@@ -249,7 +257,7 @@ def is_sound(state: SoftmaxState, acc_O: cute.Tensor, parts: cutlass.Constexpr =
             value = rO[r, c] if cutlass.const_expr(parts == 1) else rO[r, c] * Float32(parts)
             zero = cute.math.fma(value, Float32(0.0), zero)  # NaN if any is not finite
         fused = _is_fused(state.row_offset[r])
-        sound = sound & (zero == 0.0) & (state.row_sum[r] < LARGEST_SUM / parts) & fused
+        sound = sound & (zero == 0.0) & (state.row_sum[r] < largest) & fused
     return sound
 
 

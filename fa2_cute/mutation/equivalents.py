@@ -123,9 +123,9 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
             ("float_constant", "selp.f32"),
         )
     ),
-    Equivalent("float_constant", _WAYS, "to 1", "fma.rn.f32", "limit = new + *"),
-    Equivalent("float_constant", _FOUR_SUMS, "larger", source="*LARGEST_SUM*"),
-    Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*LARGEST_SUM*"),
+    Equivalent("float_constant", _WAYS, "to 1", "fma.rn.f32", "limit = ref + *"),
+    Equivalent("float_constant", _FOUR_SUMS, "larger", source="*row_sum[[]r] < largest*"),
+    Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*row_sum[[]r] < largest*"),
     Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*row_max[[]r] > state.row_limit*"),
     Equivalent("logic", _ALL_EXCEED, "or to and", source="exceeded = exceeded | *"),
     Equivalent("float_constant", _NO_REFERENCE, "larger", "selp.f32", "factor[[]r] = *Float32(1.0)"),
