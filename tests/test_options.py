@@ -204,8 +204,8 @@ def test_a_sink_stands_out_by_powers_of_two(dtype, height):
 
 
 def test_a_sink_that_a_reference_is_far_below():
-    """References come from logits of 0; others are 115 powers of two higher, and the sink 126: what it leaves of the row
-    is a product of a large sum and a weight that vanishes."""
+    """References come from logits of 0; others are 115 powers of two higher, and the sink 126: what it leaves of the
+    row is a product of a large sum and a weight that vanishes."""
     q = torch.zeros(1, 3, 1, 64, dtype=torch.bfloat16)
     k, v = (torch.zeros(1, 640, 1, 64, dtype=torch.bfloat16) for _ in range(2))
     q[..., 0] = 1.0
