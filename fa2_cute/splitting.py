@@ -67,7 +67,7 @@ def choose_splits(spec: DecodeSpec, arch: Architecture, sms: int, blocks: int, c
     if many or (blocks * 2 > sms and spec.key_bytes > LINE_BYTES):
         return one
     fewest = FEWEST_STEPS_OF_TWO if blocks * 2 <= sms else FEWEST_STEPS_OF_TWO_NARROW
-    two = _fewest_steps(sms * min(2, _held(spec, arch)), blocks, steps, fewest)
+    two = _fewest_steps(sms * min(2, _block_of(spec, arch).held), blocks, steps, fewest)
     return two if blocks * two > sms else one
 
 
@@ -135,37 +135,52 @@ def min_time(
     spec: ForwardSpec | DecodeSpec, arch: Architecture, sms: int, blocks: int, keys: Keys
 ) -> tuple[float, int]:
     """(time, splits) of the fastest number of splits; ``blocks``: those of a launch with one split."""
+    block = _block_of(spec, arch)
     waves = 4  # more gain nothing
-    most = max(1, min(MAX_SPLITS, keys.mean // FEWEST_KEYS, waves * sms * _held(spec, arch) // blocks))
-    return min((time(spec, arch, sms, blocks, keys, splits), splits) for splits in range(1, most + 1))
+    most = max(1, min(MAX_SPLITS, keys.mean // FEWEST_KEYS, waves * sms * block.held // blocks))
+    return min((_time(block, sms, blocks, keys, splits), splits) for splits in range(1, most + 1))
 
 
 def time(spec: ForwardSpec | DecodeSpec, arch: Architecture, sms: int, blocks: int, keys: Keys, splits: int) -> float:
     """What ``splits`` splits of the keys take, in row-keys; ``blocks``: those of a launch with one split."""
-    # The start and the end of a block for KV caches are in its speed.
-    speed, lone, start = SPLIT_SPEED, SPLIT_LONE_SPEED, 0
+    return _time(_block_of(spec, arch), sms, blocks, keys, splits)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What the model knows of a kernel's blocks: rows, how many an SM holds, their speed beside the forward kernel's,
+    what of it an SM reaches with one, and what a start and an end are worth in keys."""
+
+    rows: int
+    held: int
+    speed: float
+    lone: float
+    start: int
+
+
+@functools.lru_cache(maxsize=64)
+def _block_of(spec: ForwardSpec | DecodeSpec, arch: Architecture) -> _Block:
+    by_shared = arch.shared_sm_bytes // (spec.shared_bytes + arch.shared_reserved_bytes)
+    held = max(1, min(by_shared, arch.registers // (REGISTERS * spec.threads), arch.threads // spec.threads))
     if isinstance(spec, ForwardSpec):
-        speed, lone, start = 1.0, LONE_SPEED, BLOCK_KEYS
-    held = _held(spec, arch)
-    attending = (spec.tile_m / speed) * max(
-        _blocks_in_turn(blocks * splits, sms, held, lone) * (keys.mean / splits + start),
-        _blocks_in_turn(1, sms, held, lone) * (keys.most / splits + start),  # the longest block alone
+        return _Block(spec.tile_m, held, 1.0, LONE_SPEED, BLOCK_KEYS)
+    return _Block(spec.tile_m, held, SPLIT_SPEED, SPLIT_LONE_SPEED, 0)  # start and end are in its speed
+
+
+def _time(block: _Block, sms: int, blocks: int, keys: Keys, splits: int) -> float:
+    attending = (block.rows / block.speed) * max(
+        _blocks_in_turn(blocks * splits, sms, block) * (keys.mean / splits + block.start),
+        (1.0 if block.held == 1 else 1.0 / block.lone) * (keys.most / splits + block.start),  # the longest block alone
     )
     if splits == 1:
         return attending
-    return attending + blocks * spec.tile_m * splits * PART_KEYS / sms + COMBINING_KEYS
+    return attending + blocks * block.rows * splits * PART_KEYS / sms + COMBINING_KEYS
 
 
-def _held(spec: ForwardSpec | DecodeSpec, arch: Architecture) -> int:
-    """Blocks that an SM holds at a time."""
-    by_shared = arch.shared_sm_bytes // (spec.shared_bytes + arch.shared_reserved_bytes)
-    return max(1, min(by_shared, arch.registers // (REGISTERS * spec.threads), arch.threads // spec.threads))
-
-
-def _blocks_in_turn(blocks: int, sms: int, held: int, lone: float) -> float:
+def _blocks_in_turn(blocks: int, sms: int, block: _Block) -> float:
     """How many blocks' work the busiest SM does, in units of a block at the SM's full speed."""
-    full, rest = divmod(-(-blocks // sms), held)
+    full, rest = divmod(-(-blocks // sms), block.held)
     if rest == 0:
-        return full * held
-    speed = lone + (1.0 - lone) * (rest - 1) / (held - 1)
-    return full * held + rest / speed
+        return full * block.held
+    speed = block.lone + (1.0 - block.lone) * (rest - 1) / (block.held - 1)
+    return full * block.held + rest / speed

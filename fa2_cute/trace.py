@@ -240,7 +240,10 @@ def _traffic(trace: Trace) -> Table:
 def show(problem: Problem, seed: int, console: Console):
     """Trace ``problem`` and print it."""
     traces = trace(problem, seed)
-    console.print(f"Kernels of this call on {arch.TARGET.name} with {EMULATED_SMS} SMs: {len(traces)}", highlight=False)
+    console.print(
+        f"Kernels of this call on CPU tensors, as on {EMULATED_SMS} SMs of {arch.TARGET.name}: {len(traces)}",
+        highlight=False,
+    )
     for number, one in enumerate(traces, 1):
         console.print(f"\n{number}. {one.launch.spec.title}", highlight=False)
         console.print(tables(one))

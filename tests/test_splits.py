@@ -11,6 +11,7 @@ from fa2_cute import arch, emulation, forward, jit, split_calls, splitting
 from fa2_cute.decode_spec import MAX_SPLITS
 from fa2_cute.fuzz import Case, check
 from fa2_cute.fuzz.judging import call, check_tensors
+from fa2_cute.fuzz.masks import HIDING_MASKS, MASK_LAYOUTS, MASKS
 from fa2_cute.fuzz.per_head import SINKS
 from fa2_cute.fuzz.strategies import PLAIN, TESTED, lengths, numbers_of_splits, split_cases
 from fa2_cute.spec import FULL, Features, ForwardSpec
@@ -138,6 +139,22 @@ def test_every_kind_of_sink(sink, splits):
     """Added once, not in every part; with a window that leaves rows empty."""
     fields = {"query_len": 90, "key_len": 60, "heads": 7, "causal": True, "window": (30, None)}
     check(Case(sink=sink, splits=splits, **fields))
+
+
+@pytest.mark.parametrize("splits", [2, 5])
+@pytest.mark.parametrize("mask_dtype", ["bool", "same", "float32"])
+def test_every_kind_of_mask(mask_dtype, splits):
+    """Read from a share's first key on; with a sink, which tells whether logits are right, not their differences."""
+    for seed, mask in enumerate(HIDING_MASKS if mask_dtype == "bool" else MASKS):
+        layout = MASK_LAYOUTS[seed % len(MASK_LAYOUTS)]
+        fields = {"query_len": 30, "key_len": 200, "heads": 2, "kv_heads": 1, "sink": "normal"}
+        check(Case(mask=mask, mask_dtype=mask_dtype, mask_layout=layout, seed=seed, splits=splits, **fields))
+
+
+@pytest.mark.parametrize("alibi", ["ladder", "of_both_signs"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_slopes_count_from_the_end_of_the_sequence(causal, alibi):
+    check(Case(query_len=90, key_len=600, heads=4, head_dim=8, causal=causal, alibi=alibi, splits=3, sink="normal"))
 
 
 @pytest.mark.parametrize("splits", [2, 3, 40])

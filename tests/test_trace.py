@@ -103,7 +103,7 @@ def test_the_command_prints_its_tables(capsys):
     assert caught.value.code == 0
     for text in ("mma.sync", "ldmatrix", "conflicts", "products.py:", "source", "sectors", "lse", "multiply-adds"):
         assert text in printed
-    assert "Kernels of this call on sm_120 with 170 SMs: 1\n" in printed
+    assert "Kernels of this call on CPU tensors, as on 170 SMs of sm_120: 1\n" in printed
     assert "1. float16, head_dim 64, causal" in printed
 
 
@@ -165,7 +165,7 @@ def test_the_command_says_which_kernels_a_call_takes(capsys):
         cli.main(["trace", "1x1x4x64", "--key-len", "1100", "--causal"])
     printed = capsys.readouterr().out
     assert caught.value.code == 0
-    assert "Kernels of this call on sm_120 with 170 SMs: 2\n" in printed
+    assert "Kernels of this call on CPU tensors, as on 170 SMs of sm_120: 2\n" in printed
     assert "1. decode, bfloat16, head_dim 64" in printed
     assert "2. combining" in printed
     for text in ("k_cache", "partial_out", "multiply-adds that the shape needs"):

@@ -456,7 +456,7 @@ class Forward:
         scale_log2 = cute.arch.fmax(cute.arch.fmax(inputs.scale_log2, -inputs.scale_log2), Float32(SMALLEST_SCALE))
         modifiers, softmax_scale = None, scale_log2
         if cutlass.const_expr(features.changes_scores):
-            scale, slope, mMask = scale_log2 * softmax.LN_2, None, None
+            scale, slope, mMask, mask_start = scale_log2 * softmax.LN_2, None, None, None
             if cutlass.const_expr(features.softcap):
                 scale = inputs.scale_over_softcap
             if cutlass.const_expr(features.alibi):
@@ -464,8 +464,8 @@ class Forward:
             if cutlass.const_expr(features.mask is not None):
                 mMask = inputs.mMask[work.b, work.head, None, None]
                 if cutlass.const_expr(spec.split):
-                    mMask = scores.from_key(mMask, work.key_start)
-            modifiers = scores.Modifiers(scale, inputs.softcap, slope, mMask)
+                    mask_start = work.key_start
+            modifiers = scores.Modifiers(scale, inputs.softcap, slope, mMask, mask_start)
             softmax_scale = Float32(softmax.LOG2_E)
         return modifiers, softmax_scale
 

@@ -27,12 +27,14 @@ class Modifiers:
     softcap         logits are softcap * tanh(scale * score); positive
     slope           ALiBi: slope times |i + key_len - query_len - j| is subtracted
     mMask           (query_len, key_len): uint8, not zero where the key takes part, or floats to add
+    mask_start      which of its keys is key 0; None: its first
     """
 
     scale: Float32
     softcap: Float32 | None
     slope: Float32 | None
     mMask: cute.Tensor | None
+    mask_start: Int32 | None
 
 
 @cute.jit
@@ -64,16 +66,14 @@ def modify(
                 distance = cutlass.max(distance, -distance)
                 rS[r, c] = cute.math.fma(Float32(distance), -modifiers.slope, rS[r, c])
             if cutlass.const_expr(modifiers.mMask is not None):
-                value = _mask_value(modifiers.mMask, cutlass.min(row, query_len - 1), cutlass.min(key, key_len - 1))
+                column = cutlass.min(key, key_len - 1)
+                if cutlass.const_expr(modifiers.mask_start is not None):
+                    column = column + modifiers.mask_start
+                value = _mask_value(modifiers.mMask, cutlass.min(row, query_len - 1), column)
                 if cutlass.const_expr(modifiers.mMask.element_type == cutlass.Uint8):
                     rS[r, c] = rS[r, c] if value != 0 else -Float32.inf
                 else:
                     rS[r, c] = rS[r, c] + Float32(value)
-
-
-def from_key(mMask: cute.Tensor, key: Int32) -> cute.Tensor:
-    """mMask (query_len, key_len) without the keys before ``key``."""
-    return cute.make_tensor(mMask.iterator + Int64(key) * mMask.stride[1], mMask.layout)
 
 
 def _mask_value(mMask: cute.Tensor, row: Int32, key: Int32):
