@@ -81,6 +81,9 @@ def choose(dtype: str, head_dim: int, value_dim: int, features: Features, arch: 
     """The specification for such calls on ``arch``; lengths, batch and heads do not enter it."""
     table = _TABLE[arch.name]
     width = max(head_dim, value_dim)
+    if width > max(table):
+        name = "head_dim" if head_dim == width else "value_dim"
+        raise ValueError(f"{name}: got {width}, takes up to {max(table)}")
     tile = table[min(widest for widest in table if width <= widest)]
     if dtype == "bfloat16" and not features.left:
         tile = _WITHOUT_LEFT.get(tile, tile)

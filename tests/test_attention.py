@@ -40,6 +40,7 @@ def test_matches_float64_on_adversarial_values(case):
 def test_every_kind_of_value(values, causal, dtype):
     check(Case(dtype, 1, 66, 130, 2, 1, 64, causal=causal, values=values))
     check(Case(dtype, 1, 70, 70, 2, 1, 64, causal=causal, values=values))
+    check(Case(dtype, 1, 40, 330, 2, 1, 64, causal=causal, values=values))  # keys beyond those that are followed
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -145,12 +146,16 @@ JUMPS = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+# Of bfloat16's 500 keys the last two tiles give references that are kept; 140 are followed to the end.
+@pytest.mark.parametrize(
+    ("dtype", "key_len", "position"),
+    [(dtype, 140, position) for dtype in ("float16", "bfloat16") for position in (0, 62, 120, 132)]
+    + [("bfloat16", 500, position) for position in (0, 62, 300, 490)],
+)
 @pytest.mark.parametrize("sign", [1, -1], ids=["up", "down"])
-@pytest.mark.parametrize("position", [0, 62, 120, 132], ids=lambda position: f"key{position}")
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("size", [-1, 0, 1], ids=["small-v", "v", "large-v"])
-def test_some_keys_stand_out_by_powers_of_two(dtype, sign, position, width, size):
+def test_some_keys_stand_out_by_powers_of_two(dtype, key_len, position, sign, width, size):
     """Head i has the logit sign * JUMPS[i] (base 2) at ``width`` keys, wherever their tile, and 0 elsewhere.
 
     Heads, so that each jump has a block of its own: what one row makes a block do may save the others. Eight keys
@@ -158,19 +163,23 @@ def test_some_keys_stand_out_by_powers_of_two(dtype, sign, position, width, size
     probabilities may overflow where the output does not, with large v the other way round.
     """
     heights = torch.tensor(JUMPS)
-    q, k = torch.zeros(1, 1, len(JUMPS), 64), torch.zeros(1, 140, 1, 64)
+    q, k = torch.zeros(1, 1, len(JUMPS), 64), torch.zeros(1, key_len, 1, 64)
     q[0, 0, :, 0] = sign * heights
     k[0, position : position + width, 0, 0] = 1.0
-    v = torch.randn(1, 140, 1, 64, generator=torch.Generator().manual_seed(position))
+    v = torch.randn(1, key_len, 1, 64, generator=torch.Generator().manual_seed(position))
     v = v * (2.0**100 if dtype == "bfloat16" else 2.0**10) ** size
     check_tensors(*(x.to(DTYPES[dtype]) for x in (q, k, v)), softmax_scale=math.log(2))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("hidden", [range(64), range(64, 128), range(128, 140), range(1, 140), range(139)])
-def test_whole_tiles_of_keys_at_minus_infinity(dtype, hidden):
+@pytest.mark.parametrize(
+    ("key_len", "hidden"),
+    [(140, range(*hidden)) for hidden in ((64,), (64, 128), (128, 140), (1, 140), (139,))]
+    + [(500, range(*hidden)) for hidden in ((64, 400), (448, 500), (320, 500), (1, 500), (499,))],
+)
+def test_whole_tiles_of_keys_at_minus_infinity(dtype, key_len, hidden):
     """A tile in which no row sees anything leaves no trace, wherever it lies."""
-    q, k, v = Case(dtype, query_len=70, key_len=140, heads=2).tensors()
+    q, k, v = Case(dtype, query_len=70, key_len=key_len, heads=2).tensors()
     q = q.abs() + 0.125
     k[:, list(hidden), 0] = -math.inf
     check_tensors(q, k, v)
@@ -318,11 +327,12 @@ def test_the_causal_window_is_causal(window):
 
 
 @quiet
-def test_a_sum_whose_reciprocal_would_be_flushed():
+@pytest.mark.parametrize("key_len", [140, 500])
+def test_a_sum_whose_reciprocal_would_be_flushed(key_len):
     """The first tile is 2^123.5 below the last: the row sum lies in [2^126, 2^127), its reciprocal below 2^-126."""
     q = torch.zeros(1, 140, 8, 64, dtype=torch.bfloat16)
     q[..., 0] = 123.5
-    k = torch.zeros(1, 140, 8, 64, dtype=torch.bfloat16)
+    k = torch.zeros(1, key_len, 8, 64, dtype=torch.bfloat16)
     k[:, :8, :, 0] = 1
     out = flash_attn_func(q, k, torch.ones_like(k), softmax_scale=math.log(2))
     assert torch.equal(out, torch.ones_like(out))

@@ -133,13 +133,16 @@ def lengths(limit: int = 260) -> st.SearchStrategy[int]:
 
 @st.composite
 def length_pairs(draw, limit: int = 260) -> tuple[int, int]:
-    """(query_len, key_len): equal, unrelated, a single query on a cache, offsets of both signs, nothing at all."""
-    kind = draw(st.sampled_from(["equal", "unrelated", "decode", "fewer_keys", "more_keys", "empty"]))
+    """(query_len, key_len): equal, unrelated, a single query on a cache, offsets of both signs, more keys than a kernel
+    follows the maximum of, nothing at all."""
+    kind = draw(st.sampled_from(["equal", "unrelated", "decode", "fewer_keys", "more_keys", "many_keys", "empty"]))
     query_len = draw(lengths(limit))
     if kind == "equal":
         return query_len, query_len
     if kind == "decode":
         return 1, query_len
+    if kind == "many_keys" and limit > 240:
+        return min(query_len, 70), draw(st.integers(241, 700))
     if kind == "empty":
         return draw(st.sampled_from([(query_len, 0), (0, query_len), (0, 0)]))
     if kind == "unrelated":
