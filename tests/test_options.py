@@ -213,6 +213,10 @@ def test_a_sink_that_a_reference_is_far_below():
     check_tensors(q, k, v, softmax_scale=1.0, sink=torch.tensor([87.5]))
 
 
+def test_a_sink_beside_logits_past_float32():
+    check(Case(key_len=1023, softmax_scale=1e30, sink="normal", values="huge_octets"))
+
+
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 KINDS_OF_MASK = [

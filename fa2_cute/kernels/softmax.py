@@ -315,7 +315,8 @@ def end_row(top: Float32, total: Float32, sink: Float32 | None) -> RowEnd:
     if cutlass.const_expr(sink is not None):
         old, top = top, cute.arch.fmax(top, sink)
         shift = top if top != -Float32.inf else Float32(0.0)
-        factor = cute.math.exp2((old - shift) * LOG2_E, fastmath=True)
+        # m may be a logit of +inf, where the scale is huge: then it is the top, and inf - inf is not to be asked.
+        factor = cute.math.exp2(cutlass.select_(old == top, Float32(0.0), old - shift) * LOG2_E, fastmath=True)
         total = total * factor + cute.math.exp2((sink - shift) * LOG2_E, fastmath=True)
         seen = seen | (sink != -Float32.inf)
     inverse = cute.arch.rcp_approx(total) * factor if attended else Float32(-1.0)
