@@ -108,7 +108,6 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     ),
     Equivalent("integer_constant", _BIT_OF_ZERO, "+1", "and.b32"),
     Equivalent("integer_constant", _BIT_OF_ZERO, "-1", "and.b32", "*partition_C(cute.make_identity_tensor*"),
-    Equivalent("integer_constant", _FLOOR, opcode="and.b16", source="tXsX = thr_global.partition_S(*"),
     # the softmax
     Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*FUSED_LIMIT*"),
     Equivalent("float_constant", _SWITCH, "larger", "setp.*.f32", "*FUSED_LIMIT*"),
