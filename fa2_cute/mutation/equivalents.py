@@ -138,6 +138,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent("comparison", _REPEATED, "lt to le", "setp.lt.s32", "seen = *"),
     Equivalent("float_constant", _EXTREME_ROWS, "to 1", source="unfused = *"),
     Equivalent("logic", _UNSOUND, "or to and", "or.pred", "shifted = shifted | *"),
+    Equivalent("agreement", _UNSOUND, "any to all", source="if cute.arch.vote_any_sync(shifted):"),
     Equivalent("opposite", _NO_DIGITS, opcode="setp.lt.f32", source="*FUSED_LIMIT*"),
     # control
     Equivalent("comparison", _NO_SIGN, opcode="setp.*.f32", source="if inputs.scale_log2 < 0.0:*"),
