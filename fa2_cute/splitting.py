@@ -170,7 +170,7 @@ def _block_of(spec: ForwardSpec | DecodeSpec, arch: Architecture) -> _Block:
 def _time(block: _Block, sms: int, blocks: int, keys: Keys, splits: int) -> float:
     attending = (block.rows / block.speed) * max(
         _blocks_in_turn(blocks * splits, sms, block) * (keys.mean / splits + block.start),
-        (1.0 if block.held == 1 else 1.0 / block.lone) * (keys.most / splits + block.start),  # the longest block alone
+        _blocks_in_turn(1, sms, block) * (keys.most / splits + block.start),  # the longest block alone
     )
     if splits == 1:
         return attending

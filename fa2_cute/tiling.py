@@ -81,10 +81,8 @@ def choose(dtype: str, head_dim: int, value_dim: int, features: Features, arch: 
     """The specification for such calls on ``arch``; lengths, batch and heads do not enter it."""
     table = _TABLE[arch.name]
     width = max(head_dim, value_dim)
-    if width > max(table):
-        name = "head_dim" if head_dim == width else "value_dim"
-        raise ValueError(f"{name}: got {width}, takes up to {max(table)}")
-    tile = table[min(widest for widest in table if width <= widest)]
+    # What is wider than all, ForwardSpec refuses.
+    tile = table[min((widest for widest in table if width <= widest), default=max(table))]
     if dtype == "bfloat16" and not features.left:
         tile = _WITHOUT_LEFT.get(tile, tile)
     if features.changes_scores or (features.left and features.varlen):

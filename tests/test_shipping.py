@@ -268,6 +268,8 @@ def test_titles_tell_kernels_apart(name):
         (["--head-dim", "wide"], "--head-dim: got 'wide', takes a number"),
         (["--head-dim", "100"], "fa2-cute: --head-dim: got 100, takes multiples of 8"),
         (["--head-dim", "64x100"], "fa2-cute: --head-dim: value_dim: got 100, takes multiples of 8"),
+        (["--head-dim", "300"], "fa2-cute: --head-dim: got 300, takes multiples of 8 from 8 to 256"),
+        (["--head-dim", "64x300"], "fa2-cute: --head-dim: value_dim: got 300, takes multiples of 8 from 8 to 256"),
         (["--dtype", "float32"], "fa2-cute: --dtype: got 'float32', takes 'float16' or 'bfloat16'"),
         (["--kvcache", "--cache-dtype", "int8"], "fa2-cute: --cache-dtype: got 'int8'"),
         (["--kvcache", "--cache-dtype", "float8_e5m2", "--arch", "sm_80"], "--cache-dtype: got float8_e5m2"),
