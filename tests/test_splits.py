@@ -23,6 +23,7 @@ KERNELS = st.sampled_from([*PLAIN, *(kernel for kernel in TESTED[len(PLAIN) :] i
 @example(  # logits of the lowest finite float, which base 2 does not hold
     Case(head_dim=32, query_len=3, key_len=70, window=(100, None), mask="lowest", mask_dtype="float32", splits=2)
 )
+@example(Case(query_len=83, key_len=83, softmax_scale=1e30, splits=2, values="huge_octets"))  # logits past float32
 def test_matches_float64_within_derived_bounds(case):
     check(case)
 

@@ -19,7 +19,9 @@ def weight(m: Float32, largest: Float32, scale_log2: Float32) -> Float32:
     0 without a reference: such a part has O = 0 and l = 0, or NaN, which stays.
     """
     seen = m != -Float32.inf
-    return cutlass.select_(seen, cute.math.exp2((m - largest) * scale_log2, fastmath=True), Float32(0.0))
+    # A logit past float32 is +inf, and inf - inf is not to be asked.
+    below = cutlass.select_(m == largest, Float32(0.0), m - largest)
+    return cutlass.select_(seen, cute.math.exp2(below * scale_log2, fastmath=True), Float32(0.0))
 
 
 def is_live(m: Float32, total: Float32) -> Boolean:
