@@ -59,7 +59,8 @@ def decode(
         num_splits: blocks that share a sequence's keys, up to 256; 0 chooses by the number of SMs, heads and sequences
             and the cache's capacity. With the same number a sequence gives the same bits whatever else is in the batch.
         cu_seqlens_q: (batch + 1,) int32: queries of different lengths, packed: q is (rows, heads, head_dim), and
-            sequence b has the rows [cu[b], cu[b + 1]), clamped to those there are.
+            sequence b has the rows [cu[b], cu[b + 1]), clamped to those there are. On a GPU
+            what they hold is not checked (that would wait for it); on the CPU it may not decrease.
         max_seqlen_q: (with cu_seqlens_q) about how many queries a sequence has at most, by which a kernel is chosen;
             whatever it says the result is right.
     Returns:
@@ -212,7 +213,8 @@ def prepare(
     max_seqlen_q: int | None = None,
     every_slot: bool = False,
 ) -> Plan:
-    """Check the arguments of ``decode`` and choose its kernels; launches nothing, and reads and writes no tensor.
+    """Check the arguments of ``decode`` and choose its kernels; launches nothing, writes no tensor, and reads none but
+    cu_seqlens_q on the CPU.
 
     every_slot: the plan is for lengths of None.
     """
@@ -225,6 +227,8 @@ def prepare(
         choice = decide(*tensors, cu_seqlens_q, *factors, *options)
         if key is not None:
             _CHOICES[key] = choice
+    if cu_seqlens_q is not None and cu_seqlens_q.device.type == "cpu":  # its numbers are no part of the key
+        checks.refuse_decreasing("cu_seqlens_q", cu_seqlens_q)
     heads = Heads(choice.batch, q.shape[-2])
     scales = [
         None

@@ -155,9 +155,12 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``forward.attend`` of a dense call by the forward kernel in ``splits`` splits, whatever is faster.
 
-    Arguments, results and errors as there; and ValueError for a number of splits that is not from 1 to MAX_SPLITS, for
-    packed sequences, for a call without a key or a query, or with more than 2^31 - 1 elements of the output.
+    Arguments, results and errors as there; and TypeError for a number of splits that is no integer, ValueError for one
+    that is not from 1 to MAX_SPLITS, for packed sequences, for a call without a key or a query, or with more than
+    2^31 - 1 elements of the output.
     """
+    if isinstance(splits, bool) or not isinstance(splits, int):
+        raise TypeError(f"splits: got {splits!r}, takes an integer")
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"splits: got {splits}, takes 1 to {MAX_SPLITS}")
     problem, options, inputs = forward.check(q, k, v, **options)

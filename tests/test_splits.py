@@ -1,6 +1,7 @@
 """The forward kernel in splits of the keys: right within derived bounds, even shares, the same bits again."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -204,6 +205,12 @@ def test_what_a_vanishing_weight_would_take_with_it(splits, sink):
 @pytest.mark.parametrize("splits", [0, -1, MAX_SPLITS + 1])
 def test_numbers_of_splits_that_there_are_not(splits):
     with pytest.raises(ValueError, match=rf"^splits: got {splits}, takes 1 to {MAX_SPLITS}$"):
+        split_calls.attend(*zeros(3, 5), splits=splits)
+
+
+@pytest.mark.parametrize("splits", ["2", 2.0, None, True, torch.tensor(2)], ids=repr)
+def test_what_is_no_number_of_splits(splits):
+    with pytest.raises(TypeError, match=rf"^splits: got {re.escape(repr(splits))}, takes an integer$"):
         split_calls.attend(*zeros(3, 5), splits=splits)
 
 

@@ -1,7 +1,11 @@
 """Every wrong argument of ``decode`` is refused before anything is compiled, by an error that names it."""
 
+import contextlib
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fa2_cute import jit
 from fa2_cute.decode import decode, prepare
@@ -93,6 +97,7 @@ WRONG = {
         (TypeError, {"q": cache(5, HEADS, DIM), "cu_seqlens_q": [0, 2, 5]}, "list"),
         (TypeError, {"q": cache(5, HEADS, DIM), "cu_seqlens_q": INT32.long()}, "int64"),
         (ValueError, {"q": cache(5, HEADS, DIM), "cu_seqlens_q": INT32[None]}, "batch . 1"),
+        (ValueError, {"q": cache(5, HEADS, DIM), "cu_seqlens_q": torch.tensor([0, 5, 2]).int()}, "2 after 5 .index 2."),
     ],
     "max_seqlen_q": [
         (
@@ -119,6 +124,17 @@ def test_a_wrong_argument(name, error, changes, says):
     with pytest.raises(error, match=f"^{name}: got .*{says}"):
         call(**changes)
     assert jit.kernels() == before
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=BATCH + 1, max_size=BATCH + 1))
+def test_starts_are_refused_if_and_only_if_they_decrease(starts):
+    """Whatever was chosen, and kept, for others of the same shape."""
+    k = cache(BATCH, LENGTH, KV_HEADS, DIM)
+    for numbers in (sorted(starts), starts):
+        decreases = numbers != sorted(numbers)
+        refusal = pytest.raises(ValueError, match=r"^cu_seqlens_q: got .*, takes numbers that do not decrease$")
+        with refusal if decreases else contextlib.nullcontext():
+            prepare(cache(5, HEADS, DIM), k, k, cu_seqlens_q=torch.tensor(numbers, dtype=torch.int32))
 
 
 def test_float8_rows_of_half_vectors():
