@@ -3,7 +3,6 @@
 import logging
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -14,13 +13,14 @@ from . import decode_spec, jit, store, tiling
 from .append_spec import ROTARY_MULTIPLE, AppendSpec
 from .arch import Architecture
 from .cache_spec import FIRST_OVERLAP, FP8_DTYPES, SCALE_KINDS
+from .folders import require_writable
 from .jit import Specification
 from .spec import CAUSAL, DTYPES, FULL, MASK_DTYPES, Features
 
 MOST_JOBS = 16  # by default: each has a compiler loaded, and needs memory for it
 
 _WORDS = {
-    "full": {},
+    "full": {"left": False, "right": False},
     "causal": {"right": True},
     "window": {"left": True, "right": True},
     **{f.name: {f.name: True} for f in fields(Features) if f.name != "mask"},
@@ -109,12 +109,15 @@ class Wanted:
 
 
 def features_of(words: str) -> Features:
-    """``"causal"``, ``"window+softcap"``, ...: ValueError names the words there are."""
-    chosen = {}
+    """``"causal"``, ``"window+softcap"``, ...: ValueError names the words there are, or two that contradict."""
+    chosen, said_by = {}, {}
     for word in words.split("+"):
         if word not in _WORDS:
             raise ValueError(f"--features: got {words!r}, takes words joined by +, of {', '.join(_WORDS)}")
-        chosen |= _WORDS[word]
+        for option, value in _WORDS[word].items():
+            if chosen.setdefault(option, value) != value:
+                raise ValueError(f"--features: got {words!r}, takes {said_by[option]} or {word}, not both")
+            said_by.setdefault(option, word)
     try:
         return Features(**chosen)
     except ValueError as error:  # options that do not go together
@@ -133,17 +136,10 @@ def widths_of(text: str) -> tuple[int, int]:
 def check_folder(name: str, where: store.Store, wanted: Sequence[tuple[Specification, Architecture]]):
     """Raises OSError unless all of ``wanted`` can be put into ``where``, or is there: before minutes of compiling.
 
-    ``name``: what the folder was given by. It is made if need be. That the disk has space left shows only later.
+    ``name``: what the folder was given by.
     """
-    if all(_is_kept(spec, arch, where) for spec, arch in wanted):
-        return
-    try:
-        where.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=where.folder):  # an entry is a folder
-            pass
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise OSError(f"{name}: got {where.folder}, takes a folder that can be written to: {why}") from error
+    if not all(_is_kept(spec, arch, where) for spec, arch in wanted):
+        require_writable(name, where.folder)
 
 
 def compile_all(

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -159,7 +160,7 @@ def test_a_folder_that_may_not_be_written_to_is_an_error_too(monkeypatch, capsys
     def refuse(*args, **options):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(shipping.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
     said = ends_in_one_line(capsys, "--into", str(tmp_path))
     assert f"--into: got {tmp_path}, takes a folder that can be written to: Permission denied" in said
 
@@ -224,6 +225,8 @@ def test_it_takes_the_cores_of_its_process_not_of_the_host(monkeypatch):
         ("causal+softcap+alibi", Features(right=True, softcap=True, alibi=True)),
         ("left+varlen+sink", Features(left=True, varlen=True, sink=True)),
         ("mask=bool", Features(mask="bool")),
+        ("full+softcap", Features(softcap=True)),
+        ("window+causal+left", Features(left=True, right=True)),
     ],
 )
 def test_features_in_words(words, features):
@@ -265,6 +268,9 @@ def test_titles_tell_kernels_apart(name):
     [
         (["--features", "sparse"], "--features: got 'sparse', takes words joined by +, of full, causal"),
         (["--features", "mask=bool+varlen"], "--features: got 'mask=bool+varlen': mask: takes calls of one length"),
+        (["--features", "full+causal"], "--features: got 'full+causal', takes full or causal, not both"),
+        (["--features", "sink+window+full"], "--features: got 'sink+window+full', takes window or full, not both"),
+        (["--features", "mask=bool+mask=float16"], "takes mask=bool or mask=float16, not both"),
         (["--head-dim", "wide"], "--head-dim: got 'wide', takes a number"),
         (["--head-dim", "100"], "fa2-cute: --head-dim: got 100, takes multiples of 8"),
         (["--head-dim", "64x100"], "fa2-cute: --head-dim: value_dim: got 100, takes multiples of 8"),
