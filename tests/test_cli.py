@@ -40,6 +40,11 @@ def test_info_names_versions_devices_and_tiles():
         (("demo", "--device", "meta"), "takes cpu, cuda or cuda:N"),
         (("demo", "--device", "cuda:99"), "CUDA devices"),
         (("demo", "--seed", "x"), "--seed"),
+        (("compile", "--into", ""), "'--into': got '', takes a path"),
+        (("layouts", "--into", ""), "'--into': got '', takes a path"),
+        (("explore", "--report", ""), "'--report': got '', takes a path"),
+        (("bench", "plot", "file", "--out", ""), "'--out': got '', takes a path"),
+        (("fuzz", "--folder", ""), "'--folder': got '', takes a path"),
     ],
 )
 def test_errors_are_one_line_on_stderr(arguments, text, capsys):
@@ -61,6 +66,10 @@ def test_errors_are_one_line_on_stderr(arguments, text, capsys):
         (("explore", "--batch", "0"), "--batch: got 0, takes 1 or more"),
         (("explore", "--kv-heads", "5"), "--kv-heads: got 5, takes a divisor of 32 heads"),
         (("explore", "--dtype", "int8"), "--dtype: got 'int8', takes 'bfloat16' or 'float16'"),
+        (
+            ("explore", "--results", "/dev/null/x.json"),
+            "--results: got /dev/null, takes a folder that can be written to",
+        ),
         (("layouts", "--head-dim", "12"), "--head-dim: got 12, takes multiples of 8"),
         (("layouts", "--arch", "sm_42"), "--arch: got 'sm_42', takes one of"),
         (("layouts", "--tile", "64x32x8x2"), "--tile: tile_m: got 64, takes a multiple of 16 rows"),

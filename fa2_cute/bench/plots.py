@@ -10,6 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from ..folders import require_writable
 from .results import Cell, Report, Section, load, rate
 from .tables import SCALES
 
@@ -23,11 +24,21 @@ RATE_LABELS = {"FLOP": "TFLOP/s", "byte": "GB/s, counted as 16 bits"}
 
 
 def draw_files(files: Sequence[Path], into: Path | None, console: Console):
-    """Draw the reports in ``files``: PNG beside each file, or into a folder. ValueError without a file."""
+    """Draw the reports in ``files``: PNG beside each file, or into a folder.
+
+    Raises ValueError without a file, OSError where one cannot be read or the folder cannot be written to.
+    """
+    takes = "takes one or more that fa2-cute bench wrote"
     if not files:
-        raise ValueError("bench plot: got no file, takes one or more that fa2-cute bench wrote")
+        raise ValueError(f"bench plot: got no file, {takes}")
     for file in files:
-        for path in save(load(file), file.parent if into is None else into, file.stem):
+        try:
+            report = load(file)
+        except OSError as error:
+            raise OSError(f"bench plot: got {file}, {takes}: {error.strerror or error}") from error
+        folder = file.parent if into is None else into
+        require_writable("bench plot" if into is None else "--out", folder)
+        for path in save(report, folder, file.stem):
             console.print(f"{path}")
 
 

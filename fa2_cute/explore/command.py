@@ -13,6 +13,7 @@ from rich.table import Table
 
 from .. import arch as architectures
 from ..arch import Architecture
+from ..folders import require_writable
 from . import model, rates, space, tuning
 from .searching import Found, default_file, search
 from .space import KIB, Workload
@@ -197,24 +198,34 @@ def parameters() -> Table:
 
 
 def layouts(
-    head_dim: int, arch: Architecture, tile: str | None, dtype: str, into: Path, swizzle: bool, console: Console
+    workload: Workload, arch: Architecture, point: space.Point | None, into: Path, swizzle: bool, console: Console
 ):
-    """Draw the layouts of a tile of the shipped kernel into the folder ``into``, and count what they cost."""
-    require_tools()
-    from . import binding, kernel_layouts, pictures
+    """Draw the layouts of a tile into the folder ``into``, and count what they cost.
 
-    workload = Workload(head_dim, 1, 1, dtype=dtype)
-    point = binding.shipped_point(workload, arch) if tile is None else parse_tile(tile)
-    console.print("Tracing the kernel's layouts and drawing them: some 15 seconds.")
+    workload: its head_dim and dtype are what matters. point: by default what a call runs. Raises ValueError for a tile
+    that ``arch`` cannot have, as a search refuses it, and OSError for a folder that cannot be written to, before
+    anything is traced.
+    """
+    require_tools()
+    from . import binding, kernel_layouts, pictures, prune
+
+    shipped = binding.shipped_point(workload, arch)
+    point = shipped if point is None else point
     both = [replace(point, swizzle=way) for way in (True, False)]
-    versions = [kernel_layouts.extract(binding.spec_of(x, workload, arch)) for x in both]
+    specs = [binding.spec_of(x, workload, arch) for x in both]
+    reason = prune.refusal(point, workload, arch)
+    if reason is not None:
+        raise ValueError(f"--tile: got {point.name}, takes one that {arch.name} can have: {reason}")
+    require_writable("--into", into)
+    console.print("Tracing the kernel's layouts and drawing them: some 15 seconds.")
+    versions = [kernel_layouts.extract(spec) for spec in specs]
     shown = versions[0 if swizzle else 1]
+    state = "as shipped" if point == shipped else f"shipped is {shipped.name}"
     counted = Table(
-        title=f"{point.name}, head_dim {head_dim}: one tile each, {'as shipped' if swizzle else 'swizzle removed'}"
+        title=f"{point.name}, head_dim {workload.head_dim}: one tile each, {state if swizzle else 'swizzle removed'}"
     )
     for heading in ("access", "instructions", "wavefronts", "without conflicts", "conflicts"):
         counted.add_column(heading, justify="left" if heading == "access" else "right")
-    into.mkdir(parents=True, exist_ok=True)
     for name in dict.fromkeys(access.name for access in shown.accesses):
         accesses = shown.of(name)
         passes, ideal = sum(a.wavefronts for a in accesses), sum(len(a.phases) for a in accesses)

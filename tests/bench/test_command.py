@@ -48,7 +48,14 @@ def test_without_a_gpu_it_says_what_it_needs(capsys, arguments):
         (("--page", "0"), "--page: got 0"),
         (("--splits", "0"), "--splits: got 0"),
         (("plot",), "got no file"),
-        (("plot", "no-such-file.json"), "no-such-file.json"),
+        (
+            ("plot", "no-such-file.json"),
+            "bench plot: got no-such-file.json, takes one or more that fa2-cute bench wrote: No",
+        ),
+        (
+            ("plot", str(RECORDED), "--out", str(RECORDED)),
+            f"--out: got {RECORDED}, takes a folder that can be written to",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(capsys, arguments, text):

@@ -2,11 +2,12 @@
 
 import dataclasses
 import io
+import re
 
 import pytest
 from rich.console import Console
 
-from fa2_cute import arch
+from fa2_cute import arch, cli
 from fa2_cute.explore import binding, command, kernel_layouts, pictures, records
 from fa2_cute.explore.space import Point, Workload
 
@@ -113,15 +114,45 @@ def test_point_names_its_spoiling():
     assert Point(64, 32, 4, 2, swizzle=False).name == "64x32x4x2-plain"
 
 
-@pytest.mark.parametrize(("tile", "says"), [(None, "Tracing the kernel's layouts"), ("64by64", "")])
-def test_what_takes_long_is_said_before_and_what_is_wrong_before_that(monkeypatch, tmp_path, tile, says):
+@pytest.mark.parametrize(
+    ("options", "error", "announced"),
+    [
+        ((), "nothing is traced", True),
+        (("--tile", "64by64"), "--tile: got '64by64'", False),
+        (("--tile", "128x128x8x4"), "--tile: got 128x128x8x4, takes one that sm_120 can have: needs 288 KiB", False),
+        (("--tile", "256x128x4x2", "--arch", "sm_90"), "--tile: got 256x128x4x2, .*: O and S alone take 524", False),
+        (("--into", "file/below"), "--into: got file/below, takes a folder that can be written to: Not a dir", False),
+        (("--into", "file"), "--into: got file, takes a folder that can be written to: File exists", False),
+    ],
+)
+def test_what_takes_long_is_said_before_and_what_is_wrong_before_that(
+    monkeypatch, capsys, tmp_path, options, error, announced
+):
     def refuse(spec):
         raise ValueError("nothing is traced here")
 
     monkeypatch.setattr(kernel_layouts, "extract", refuse)
-    console = Console(file=io.StringIO())
-    with pytest.raises(ValueError, match="nothing is traced" if says else "--tile: got '64by64'"):
-        command.layouts(128, SM_120, tile, "bfloat16", tmp_path, True, console)
-    printed = console.file.getvalue()
-    assert printed.startswith(says)
-    assert bool(printed) == bool(says)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        cli.main(["layouts", *options])
+    printed = capsys.readouterr()
+    assert re.match(f"fa2-cute: {error}", printed.err)
+    assert printed.out.startswith("Tracing the kernel's layouts") == bool(printed.out) == announced
+
+
+@pytest.mark.parametrize(
+    ("tile", "swizzle", "says"),
+    [
+        (None, True, "as shipped"),
+        ("64x32x4x2-q", True, "as shipped"),
+        ("64x32x4x2", True, "shipped is 64x32x4x2-q"),
+        ("64x32x4x2-q", False, "swizzle removed"),
+    ],
+)
+def test_only_the_shipped_tile_is_called_so(monkeypatch, tmp_path, tile, swizzle, says):
+    monkeypatch.setattr(pictures, "save", lambda figure, stem: [])
+    console = Console(file=io.StringIO(), width=200)
+    point = None if tile is None else command.parse_tile(tile)
+    command.layouts(Workload(128, 1, 1), SM_120, point, tmp_path, swizzle, console)
+    assert f"head_dim 128: one tile each, {says}\n" in re.sub(" +\n", "\n", console.file.getvalue())
