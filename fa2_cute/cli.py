@@ -79,6 +79,9 @@ def _console(pipe_width: int = PIPE_WIDTH) -> Console:
 
 def _device(name: str | None):
     """The torch device asked for; by default a GPU where there is one."""
+    wrong = f"--device: got {name!r}, takes cpu, cuda or cuda:N"
+    if name is not None and name.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(wrong)  # before torch is loaded
     import torch
 
     if name is None:
@@ -86,9 +89,7 @@ def _device(name: str | None):
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device: got {name!r}, takes cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: got {name!r}, takes cpu, cuda or cuda:N")
+        raise ValueError(wrong) from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device: got {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
     return device
@@ -107,10 +108,10 @@ def demo(
     seed: Annotated[int, typer.Option(help="of the random numbers")] = 0,
 ):
     """Prefill and single-query steps on a growing cache, judged against float64; 1 if any is off."""
+    where, console = _device(device), _console()
     from . import demo as demonstration
 
-    console = _console()
-    faults = demonstration.run(_device(device), console, seed=seed)
+    faults = demonstration.run(where, console, seed=seed)
     for fault in faults:
         console.print(f"[red]off:[/] {fault}")
     if faults:
@@ -129,6 +130,9 @@ def fuzz(
 ):
     """Draw calls of the forward functions and over KV caches, all options, and judge each against float64; 1 if any
     fails."""
+    if not minutes > 0:
+        raise ValueError(f"--minutes: got {minutes:g}, takes more than 0")
+    where = str(_device(device))
     try:
         from .fuzz import command
     except ModuleNotFoundError as error:
@@ -137,7 +141,7 @@ def fuzz(
         raise ToolMissing("fuzz: needs hypothesis, which the extra 'test' brings: pip install -e '.[test]'") from None
     if seed is None:
         seed = random.randrange(2**32)
-    if command.run(minutes, seed, str(_device(device)), folder, _console()).failures:
+    if command.run(minutes, seed, where, folder, _console()).failures:
         raise typer.Exit(1)
 
 
@@ -250,7 +254,10 @@ def explore(
     keys = seqlen if key_len is None else key_len
     kv_heads = heads if kv_heads is None else kv_heads
     workload = space.Workload(head_dim, seqlen, keys, causal, batch, heads, kv_heads, dtype)
-    options = {"vary": tuple(vary or ()), "jobs": jobs, "file": results, "report": report, "time": time, "apply": apply}
+    points = space.points(space.parse_vary(vary or ()))
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"--jobs: got {jobs}, takes 1 or more")
+    options = {"points": points, "jobs": jobs, "file": results, "report": report, "time": time, "apply": apply}
     command.explore(workload, command.architecture(arch), console, **options)
 
 
@@ -313,9 +320,10 @@ def bench(
             ) from None
         plots.draw_files([Path(file) for file in what[1:]], out, console)
         return
-    from .bench import command
+    from .bench.options import PAGES, Options, sections_of
 
-    options = command.Options(
+    sections_of(what or ())
+    options = Options(
         quick=quick,
         peer=tuple(peer or ()),
         rounds=rounds,
@@ -331,8 +339,10 @@ def bench(
         head_dim=head_dim,
         cell=tuple(cell or ()),
         splits=tuple(splits or ()),
-        page=tuple(page) if page else command.decode.PAGES,
+        page=tuple(page) if page else PAGES,
     )
+    from .bench import command
+
     command.run(what or (), options, console)
 
 

@@ -92,6 +92,46 @@ def test_errors_name_arguments_as_they_are_typed(arguments, text, capsys, tmp_pa
     assert said.count("\n") == 1
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # an import of it fails
+from fa2_cute import cli
+try:
+    cli.main(sys.argv[1:])
+except SystemExit as ended:
+    sys.exit(ended.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("demo --device tpu", "--device: got 'tpu', takes"),
+        ("fuzz --device tpu", "--device: got 'tpu', takes"),
+        ("fuzz --minutes 0", "--minutes: got 0, takes"),
+        ("compile --jobs 0", "--jobs: got 0, takes"),
+        ("explore --seqlen 0", "--seqlen: got 0, takes"),
+        ("explore --vary x=1", "--vary: got 'x=1', takes"),
+        ("explore --jobs 0", "--jobs: got 0, takes"),
+        ("explore --arch sm_42", "--arch: got 'sm_42', takes"),
+        ("layouts --arch sm_120a --head-dim 12", "--head-dim: got 12, takes"),
+        ("layouts --tile 64", "--tile: got '64', takes"),
+        ("bench nonsense", "bench: got 'nonsense', takes"),
+        ("bench --shape 3", "--shape: got '3', takes"),
+        ("bench --cell 3", "--cell: got '3', takes"),
+        ("bench --tile 3", "--tile: got '3', takes"),
+        ("bench --heads 0", "--heads: got 0, takes"),
+        ("bench --page 48", "--page: got 48, takes"),
+        ("bench --rounds 0", "--rounds: got 0, takes"),
+    ],
+)
+def test_wrong_options_are_refused_before_torch_is_loaded(command, text):
+    """Which takes seconds."""
+    result = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *command.split()], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"fa2-cute: {text}")
+
+
 @pytest.mark.parametrize("error", [ValueError("seed"), ValueError("seeds: got 3"), OSError("seed: got 3")])
 def test_other_errors_stay_as_they_are(monkeypatch, capsys, error):
     def fails(*args, **kwargs):

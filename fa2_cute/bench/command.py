@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from .. import forward
-from ..explore.command import parse_tile
 from ..explore.space import Point, Workload
 from ..shipping import cores
 from . import (
@@ -33,13 +31,13 @@ from . import (
     tables,
     warming,
 )
+from .options import Options, sections_of
 from .results import Gauge, Report, Section
 from .roofline import CopyProbe, MmaProbe, ReadProbe, Roof, Wrong
 from .sensors import Sensors
 from .session import DEVICE_FAILED, OUT_OF_TIME, QUICK_ROUNDS, ROUNDS, Session
 from .timing import DeviceFailed, GraphTimer, Timer
 
-SECTIONS = ("host", "memory", "prefill", "decode", "compile", "kvcache")
 SENSED = ("prefill", "decode", "kvcache")
 FOLDER = Path("bench/results")
 # By how much a fixed load may change from a section's start to its end. Contestants of a cell are interleaved, so their
@@ -53,75 +51,6 @@ class Failed(ValueError):
     """Some section lacks figures; the text says which and why."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a person may choose; each is checked before anything runs. See the command's help."""
-
-    quick: bool = False
-    peer: tuple[str, ...] = ()
-    rounds: int | None = None
-    minutes: float | None = None
-    jobs: int | None = None
-    out: Path | None = None
-    shape: tuple[str, ...] = ()
-    key_len: int | None = None
-    dtype: str = "bfloat16"
-    tile: tuple[str, ...] = ()
-    heads: int = 32
-    kv_heads: int | None = None
-    head_dim: int = 128
-    cell: tuple[str, ...] = ()
-    splits: tuple[int, ...] = ()
-    page: tuple[int, ...] = decode.PAGES
-
-    def __post_init__(self):
-        for name in ("rounds", "jobs"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"--{name}: got {value}, takes 1 or more")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"--minutes: got {self.minutes}, takes a positive number")
-        for name in ("splits", "page"):
-            for value in getattr(self, name):
-                if value < 1:
-                    raise ValueError(f"--{name}: got {value}, takes 1 or more")
-
-    def plan(self) -> Plan:
-        """What the sections are run on. ValueError names an argument that is not taken."""
-        return Plan(
-            prefill=tuple(self._prefill()),
-            tiles=tuple(map(parse_tile, self.tile)),
-            decode=tuple(self._decode()),
-            splits=self.splits,
-            pages=self.page,
-            kvcache=(*kvcache.APPENDS, *kvcache.ATTENDS),
-            memory=tuple(memory.cells(self.quick)),
-        )
-
-    def _prefill(self) -> list[Workload]:
-        if self.dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"--dtype: got {self.dtype!r}, takes bfloat16 or float16")
-        if not self.shape:
-            return [replace(of, dtype=self.dtype) for of in problems.prefill_cells(self.quick)]
-        found = [problems.parse_shape(text, self.kv_heads, self.key_len, self.dtype) for text in self.shape]
-        return [of for cells in found for of in cells]
-
-    def _decode(self) -> list[problems.Decode]:
-        cells = [problems.parse_cell(text) for text in self.cell] or problems.decode_cells(self.quick)
-        kv_heads = 8 if self.kv_heads is None else self.kv_heads
-        for page, (_, length) in itertools.product(self.page, cells):
-            if length % page:
-                raise ValueError(f"--page: got {page}, takes a divisor of all numbers of keys, {length} among them")
-        return [problems.Decode(batch, length, self.heads, kv_heads, self.head_dim) for batch, length in cells]
-
-
-def sections_of(what: Sequence[str]) -> tuple[str, ...]:
-    """The sections asked for, in the order in which they run; all without any. ValueError for a name that is none's."""
-    for name in what:
-        if name not in SECTIONS:
-            raise ValueError(f"bench: got {name!r}, takes any of {', '.join(SECTIONS)}, or: plot FILE")
-    return tuple(name for name in SECTIONS if not what or name in what)
-
-
 def run(what: Sequence[str], options: Options, console: Console) -> Path:
     """Measure, print, and write the JSON file, whose path is returned.
 
@@ -129,7 +58,7 @@ def run(what: Sequence[str], options: Options, console: Console) -> Path:
     figures (the file then has the others).
     """
     wanted = sections_of(what)
-    plan = options.plan()
+    plan = Plan.of(options)
     asked = peers.statuses(options.peer)
     if not torch.cuda.is_available():
         raise ValueError(
@@ -181,6 +110,19 @@ class Plan:
     pages: tuple[int, ...]
     kvcache: tuple[kvcache.Append | kvcache.Attend, ...]
     memory: tuple[Workload, ...]
+
+    @classmethod
+    def of(cls, options: Options) -> Plan:
+        """What was chosen, and what there is no choice of."""
+        return cls(
+            prefill=tuple(options.prefill()),
+            tiles=tuple(options.tiles()),
+            decode=tuple(options.decode()),
+            splits=options.splits,
+            pages=options.page,
+            kvcache=(*kvcache.APPENDS, *kvcache.ATTENDS),
+            memory=tuple(memory.cells(options.quick)),
+        )
 
     def run(self, session: Session, name: str, roofs: Mapping[str, Callable[[], Roof]]) -> Section:
         """Run a section beside its roof."""

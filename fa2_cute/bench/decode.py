@@ -23,7 +23,6 @@ from .session import Entry, Session, Task, collect, compete
 from .timing import Call
 
 FP8, FP8_BLOCKS = "FP8", "FP8, 128 keys a scale"
-PAGES = (64, 16, 1)
 CHECKED_HEADS = 32
 
 Make = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Call]

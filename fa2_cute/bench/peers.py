@@ -18,7 +18,6 @@ import platformdirs
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from .. import arch, attention, forward, jit, tiling
 from ..arch import Architecture
@@ -120,6 +119,8 @@ def sdpa(backend: SDPBackend) -> Make:
         elif causal and q.shape[1] > 1:
             if backend == SDPBackend.CUDNN_ATTENTION:
                 raise Refused("no bottom-right causal mask without a tensor")
+            from torch.nn.attention.bias import causal_lower_right  # loads torch.compile: a second
+
             options["attn_mask"] = causal_lower_right(q.shape[1], k.shape[1])
 
         def call() -> torch.Tensor:

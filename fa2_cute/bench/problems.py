@@ -6,13 +6,16 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..explore.space import Workload
 
+if TYPE_CHECKING:  # options are read, and refused, without it
+    import torch
+
 MOST_SETS = 64
 TOKENS = 16_384  # batch x length of the prefill cells
+PAGES = (64, 16, 1)  # sizes that decoding is timed with
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 
 
@@ -93,10 +96,7 @@ def parse_cell(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-Set = tuple[torch.Tensor, ...]
-
-
-def rotated(make: Callable[[], Set], l2_bytes: int) -> list[Set]:
+def rotated(make: Callable[[], tuple[torch.Tensor, ...]], l2_bytes: int) -> list[tuple[torch.Tensor, ...]]:
     """Sets of inputs from ``make``, together twice the L2 or more, so that no call finds the last one's there."""
     sets = [make()]
     size = sum(x.nbytes for x in sets[0])
@@ -104,8 +104,10 @@ def rotated(make: Callable[[], Set], l2_bytes: int) -> list[Set]:
     return sets + [make() for _ in range(wanted - 1)]
 
 
-def prefill_inputs(of: Workload, device: torch.device) -> Set:
+def prefill_inputs(of: Workload, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Normal random q, k, v, (batch, length, heads, head_dim)."""
+    import torch
+
     return normal(
         device,
         getattr(torch, of.dtype),
@@ -114,12 +116,16 @@ def prefill_inputs(of: Workload, device: torch.device) -> Set:
     )
 
 
-def decode_inputs(of: Decode, device: torch.device) -> Set:
+def decode_inputs(of: Decode, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Normal random q (batch, 1, heads, head_dim), k_cache and v_cache (batch, length, kv_heads, head_dim)."""
+    import torch
+
     cache = (of.batch, of.length, of.kv_heads, of.head_dim)
     return normal(device, torch.bfloat16, (of.batch, 1, of.heads, of.head_dim), cache, cache)
 
 
-def normal(device: torch.device, dtype: torch.dtype, *shapes: Iterable[int]) -> Set:
+def normal(device: torch.device, dtype: torch.dtype, *shapes: Iterable[int]) -> tuple[torch.Tensor, ...]:
     """Normal random tensors."""
+    import torch
+
     return tuple(torch.empty(tuple(shape), device=device, dtype=dtype).normal_() for shape in shapes)

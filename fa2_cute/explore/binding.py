@@ -8,10 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from .. import arch as architectures
-from .. import emulation, jit, store, tiling
+from .. import jit, store, tiling
 from ..arch import Architecture
 from ..spec import CAUSAL, FULL, MAX_HEAD_DIM, VECTOR_ELEMENTS, ForwardSpec
 from .space import PARAMETERS, Point, Workload
@@ -116,6 +114,10 @@ class Counts:
 
 def counted(kernel: jit.Kernel, workload: Workload, steps: int = 3) -> Counts:
     """Counts of one block that takes ``steps`` steps, in the emulator."""
+    import torch
+
+    from .. import emulation
+
     spec = kernel.spec
     query_len, key_len = spec.tile_m, steps * spec.tile_n
     if workload.causal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,20 +61,17 @@ def explore(
     arch: Architecture,
     console: Console,
     *,
-    vary: tuple[str, ...] = (),
+    points: Sequence[space.Point],
     jobs: int | None = None,
     file: Path | None = None,
     report: Path | None = None,
     time: bool = True,
     apply: bool = False,
 ) -> Found:
-    """Search, show the best points, write the report; with ``apply`` also the tuning file.
+    """Search ``points``, show the best ones, write the report; with ``apply`` also the tuning file.
 
     Raises ValueError for what is impossible, before anything is compiled.
     """
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"--jobs: got {jobs}, takes 1 or more")
-    wanted = space.points(space.parse_vary(vary))
     require_tools()
     device = device_name(arch) if time else None
     if apply and device is None:
@@ -89,7 +87,7 @@ def explore(
         def progress(done: int, total: int, doing: str):
             bar.update(task, completed=done, total=total, description=doing)
 
-        found = search(workload, arch, file, space=wanted, jobs=jobs, device=device is not None, progress=progress)
+        found = search(workload, arch, file, space=points, jobs=jobs, device=device is not None, progress=progress)
     console.print(table(found))
     for line in answer(found):
         console.print(line)

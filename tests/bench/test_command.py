@@ -8,6 +8,7 @@ import torch
 
 from fa2_cute import cli
 from fa2_cute.bench import command, plots, results
+from fa2_cute.bench.options import SECTIONS, Options, sections_of
 
 RECORDED = Path(__file__).parent / "data" / "report.json"
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would run")
@@ -63,15 +64,15 @@ def test_bad_arguments_are_refused_before_anything_runs(capsys, arguments, text)
 
 
 def test_sections_run_in_their_order():
-    assert command.sections_of(()) == command.SECTIONS
-    assert command.sections_of(("prefill", "memory", "prefill")) == ("memory", "prefill")
+    assert sections_of(()) == SECTIONS
+    assert sections_of(("prefill", "memory", "prefill")) == ("memory", "prefill")
 
 
 def test_options_reach_the_problems():
-    options = command.Options(
+    options = Options(
         shape=("2x64x8x128",), kv_heads=2, key_len=96, tile=("64x32x4x2-q",), cell=("3x512",), splits=(4,), page=(8,)
     )
-    plan = options.plan()
+    plan = command.Plan.of(options)
     assert {(of.batch, of.query_len, of.key_len, of.heads, of.kv_heads, of.causal) for of in plan.prefill} == {
         (2, 64, 96, 8, 2, False),
         (2, 64, 96, 8, 2, True),
@@ -79,7 +80,7 @@ def test_options_reach_the_problems():
     assert plan.tiles[0].query_in_registers
     assert [(of.batch, of.length, of.kv_heads) for of in plan.decode] == [(3, 512, 2)]
     assert (plan.splits, plan.pages) == ((4,), (8,))
-    assert command.Options(quick=True).plan().prefill != command.Options().plan().prefill
+    assert Options(quick=True).prefill() != Options().prefill()
 
 
 def test_pictures_of_a_recorded_run(tmp_path, capsys):

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from fa2_cute import arch, cli
 from fa2_cute.explore import binding, command, model, records, report, searching, tuning
-from fa2_cute.explore import space as space_module
 from fa2_cute.explore.results import Results
 from fa2_cute.explore.space import Point, Workload
 
@@ -173,11 +172,10 @@ def test_apply_writes_the_fastest_measured_tile_for_later_calls(tmp_path, monkey
     monkeypatch.setattr(searching, "_one", lambda point, *_: known[point])
     monkeypatch.setattr(searching, "_measured", measured)
     monkeypatch.setattr(command, "device_name", lambda arch: "A Card")
-    monkeypatch.setattr(space_module, "points", lambda *_: list(known))
     monkeypatch.setattr(report, "write", lambda *_: None)
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "tuning.json"))
     files = {"file": tmp_path / "r.json", "report": tmp_path / "r.html"}
-    command.explore(workload, SM_120, Console(), jobs=1, apply=True, **files)
+    command.explore(workload, SM_120, Console(), points=list(known), jobs=1, apply=True, **files)
     kind = tuning.ProblemClass("bfloat16", 64, 64, False)
     tile = tuning.tuned(kind, "A Card")
     assert tile == tuning.tile_of(slowest.point)
