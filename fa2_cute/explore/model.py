@@ -3,7 +3,8 @@
 1. A step of the loop over keys: simulate.py runs the SASS of the unmasked and of the masked loop with 1 .. R blocks on
    an SM, R what registers, threads and shared memory allow.
 2. A block: launch, first loads, its masked and unmasked steps, the epilogue.
-3. The launch: blocks go in order to the SM that is free first; an SM with fewer blocks runs each of them faster.
+3. The launch: blocks go in the grid's order to the SM that is free first; an SM with fewer blocks runs each of them
+   faster.
 4. Not below the time that the L2 and device memory need for the bytes that must move.
 """
 
@@ -12,10 +13,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ..spec import FEWER_REFERENCED, REFERENCED_KEYS
+from ..spec import FEWER_REFERENCED, REFERENCED_KEYS, group_log2, sequences_log2
 from . import simulate
 from .rates import Rates
 from .sass import ALU, FMA, MUFU, SHARED, TENSOR, UNIFORM
@@ -153,6 +154,23 @@ def key_tiles(point: Point, workload: Workload, m_tile: int, first_reference: bo
     return unmasked, end - unmasked
 
 
+def launch_order(tile_m: int, workload: Workload) -> Iterator[tuple[int, int, int]]:
+    """(sequence, head, query tile) of each block, in the order in which a launch starts them; idle ones are left out.
+
+    That of ``ForwardSpec.grid`` and kernels/schedule.py: x first, the last query tiles before the others, those of some
+    heads and some sequences side by side; then in y the next heads, in z the next sequences.
+    """
+    tiles = math.ceil(workload.query_len / tile_m)
+    heads_together = 1 << group_log2(workload.heads)
+    sequences_together = 1 << sequences_log2(workload.batch, tiles)
+    for first_sequence in range(0, workload.batch, sequences_together):
+        sequences = range(first_sequence, min(first_sequence + sequences_together, workload.batch))
+        for first_head in range(0, workload.heads, heads_together):
+            heads = range(first_head, min(first_head + heads_together, workload.heads))
+            for m_tile in reversed(range(tiles)):
+                yield from ((sequence, head, m_tile) for sequence in sequences for head in heads)
+
+
 def predict(point: Point, workload: Workload, rates: Rates, facts: CompiledFacts) -> Prediction:
     """Time and bound of ``workload`` with the tile ``point`` on the device of ``rates``."""
     m_tiles = math.ceil(workload.query_len / point.tile_m)
@@ -163,9 +181,8 @@ def predict(point: Point, workload: Workload, rates: Rates, facts: CompiledFacts
         + _tile_bytes(point, workload) / rates.l2_bytes
     )
     ends = rates.block_cycles + facts.outside_cycles + first_load
-    work = []  # (unmasked, masked) of each block, in launch order: the last query tiles first
-    for m_tile in reversed(range(m_tiles)):
-        work += [key_tiles(point, workload, m_tile, facts.first_reference)] * (workload.batch * workload.heads)
+    steps_of = [key_tiles(point, workload, m_tile, facts.first_reference) for m_tile in range(m_tiles)]
+    work = [steps_of[m_tile] for _, _, m_tile in launch_order(point.tile_m, workload)]  # (unmasked, masked) by block
     cycles, tail = _makespan(work, ends, facts, rates.sms)
     clock = rates.clock_ghz * 1e9
     l2_cycles = l2_bytes(point, workload) / rates.l2_total_bytes
