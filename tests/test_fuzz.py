@@ -5,6 +5,7 @@ import functools
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fa2_cute import cli
 from fa2_cute._torch_internals import EMPTY_STRIDED
 from fa2_cute.forward import SPLIT_KEYS, attend
 from fa2_cute.fuzz import Case, WrongResult, check, command, judge
+from fa2_cute.fuzz import campaign as campaign_module
 from fa2_cute.fuzz.campaign import MOST_FAILURES, Campaign, program
 from fa2_cute.fuzz.judging import Expectation, poisoned_allocations, require_same, run
 from fa2_cute.fuzz.layouts import LAYOUTS, lay_out, moved
@@ -446,6 +448,26 @@ def test_an_interrupted_campaign_keeps_what_it_found():
     assert "interrupted" in text
     assert "too much" in text
     assert "values" in text
+
+
+@pytest.mark.parametrize("compiling", [True, False])
+def test_a_campaign_that_mostly_compiled_says_so(monkeypatch, compiling):
+    """Cases that are the first to need a kernel take long, as where the cache is empty; others take as long, or not."""
+    there = []
+    monkeypatch.setattr(campaign_module.jit, "kernels", lambda: len(there))
+
+    def judged(case, device):
+        first = len(there) < 3
+        if first:
+            there.append(case)
+        if first == compiling:
+            time.sleep(0.02)
+
+    campaign = Campaign(seed=1, check=judged)
+    drive(campaign, 10)
+    assert (0.06 <= campaign.first_calls < campaign.seconds) == compiling
+    campaign.seconds = 0.1  # what drawing takes depends on the machine
+    assert ("s of that were first calls of kernels" in rendered(command.summary(campaign))) == compiling
 
 
 def rendered(renderable) -> str:

@@ -10,6 +10,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+from .. import jit
 from .cache_cases import CacheCase
 from .cache_judging import check_cache
 from .cache_strategies import PLAIN as PLAIN_CACHE
@@ -44,9 +45,11 @@ def check_any(case: Case | CacheCase, device: str):
 class Campaign:
     """What has been drawn and found so far.
 
-    seed       of the first round; the same seed draws the same cases
-    device     torch's name of the device the calls run on
-    folder     where failing programs go; None: nowhere
+    seed         of the first round; the same seed draws the same cases
+    device       torch's name of the device the calls run on
+    folder       where failing programs go; None: nowhere
+    first_calls  seconds of the cases that needed a kernel which the process did not have yet: nearly all of it
+                 compiling, where the cache has none
     """
 
     seed: int
@@ -55,6 +58,7 @@ class Campaign:
     check: Callable[[Case | CacheCase, str], None] = check_any
     drawn: int = 0
     seconds: float = 0.0
+    first_calls: float = 0.0
     classes: dict[str, Counter] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
 
@@ -97,6 +101,7 @@ class Campaign:
             now = time.monotonic()
             if now > (deadline + SHRINK_SECONDS if smallest else deadline):
                 raise _TimeIsUp
+            kernels = jit.kernels()
             try:
                 self.check(case, self.device)
             except Exception as error:
@@ -104,6 +109,8 @@ class Campaign:
                 raise
             finally:
                 self.seconds = time.monotonic() - start
+                if jit.kernels() > kernels:
+                    self.first_calls += time.monotonic() - now
                 if not smallest:
                     self._count(case)
                 on_case(self)

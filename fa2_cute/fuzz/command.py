@@ -53,4 +53,9 @@ def summary(campaign: Campaign, interrupted: bool = False) -> Group:
         f"[{colour}]{early}{campaign.drawn} cases in {campaign.seconds:.0f} s, "
         f"{len(campaign.failures)} failures[/] (seed {campaign.seed})"
     )
+    if campaign.first_calls > campaign.seconds / 2:
+        parts.append(
+            f"{campaign.first_calls:.0f} s of that were first calls of kernels, which compile what the cache does not "
+            "have: more minutes draw many more cases"
+        )
     return Group(*parts)
