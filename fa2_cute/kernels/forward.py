@@ -25,7 +25,7 @@ With ``split`` several blocks share a tile's keys. Each walks over its own as if
 (kernels/partial.py) where it would have written the output; a block without keys leaves the word that it saw none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -530,8 +530,13 @@ class Forward:
         O takes no registers yet, so that the scores of both fit, and nothing is rescaled. (Where Q is read from shared
         memory again and again, at 32 rows a warp and head_dim 128, nothing is gained.) K comes before V: cp.async
         groups are Q with K(0), K(1), V(0) with V(1), and then as ever. The next tile takes the place of tile 0.
+
+        With 32 rows a warp exponentials and MMAs overlap, 16 keys at a time: there is room for that as long as Q's
+        fragments are not held yet, and no branch may lie between. Under a mask it is worth more that a warp skips the
+        keys of which its rows see nothing, and with 16 rows the branches make a better loop of what follows.
         """
         stages, last = cutlass.const_expr(self.spec.stages), loop.tiles.end - 1
+        overlaps = cutlass.const_expr(self.spec.rows_a_warp == 32 and not self.spec.features.right)
         load_last_tile(loop.ring_K, last, Int32(0), zero_past_end=False)
         cute.arch.cp_async_commit_group()
         load_tile(loop.ring_K, last - 1, Int32(1))
@@ -548,9 +553,15 @@ class Forward:
         for t in cutlass.range_constexpr(2):
             cute.arch.cp_async_wait_group(stages - t)
             cute.arch.sync_threads()
-            if cutlass.const_expr(t == 0):
-                products.load_queries(loop.operands)
-            self.first_scores(loop, last - t, t, of_tile[t])
+            if cutlass.const_expr(overlaps):
+                rereading_Q = replace(loop.operands, holds_Q=False)
+                products.multiply_QK(rereading_Q, Int32(t), of_tile[t], (0, self.spec.tile_n))
+            else:
+                if cutlass.const_expr(t == 0):
+                    products.load_queries(loop.operands)
+                self.multiply_seen(loop, last - t, t, of_tile[t])
+            cut = cutlass.const_expr(self.spec.features.right or t == 0)
+            self.modify_and_mask(loop, last - t, of_tile[t], "some" if cut else "none")
         cute.arch.cp_async_wait_group(stages - 2)
         cute.arch.sync_threads()  # V(0) and V(1) are visible; all warps are past K(0)
         if next_tile >= loop.tiles.begin:
@@ -558,29 +569,33 @@ class Forward:
         softmax.begin(loop.state, both, loop.scale, slack)
         loop.acc_O.fill(0.0)
         for t in cutlass.range_constexpr(2):
-            self.first_values(loop, last - t, t, of_tile[t])
+            if cutlass.const_expr(overlaps):
+                for keys in cutlass.const_expr(self.parts()):
+                    self.add_values(loop, Int32(t), products.of_keys(of_tile[t], 2, keys), keys)
+            else:
+                self.add_seen(loop, last - t, t, of_tile[t])
             if cutlass.const_expr(t == 0):
                 cute.arch.sync_threads()  # all warps are past V(0)
                 if next_tile >= loop.tiles.begin:
                     load_tile(loop.ring_V, next_tile, Int32(0))
                 cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(overlaps):
+            products.load_queries(loop.operands)
         # Opaque: LLVM would make the loop behind this for a known slot first, and shuffle registers in it.
         loop.slot[0] = place.opaque(Int32(2 % stages))
 
     @cute.jit
-    def first_scores(self, loop: Mainloop, n_tile: Int32, slot: cutlass.Constexpr, acc_S: cute.Tensor):
-        """The scores of key tile ``n_tile``, -inf in a warp that sees none of them."""
+    def multiply_seen(self, loop: Mainloop, n_tile: Int32, slot: cutlass.Constexpr, acc_S: cute.Tensor):
+        """The products of Q and key tile ``n_tile``, -inf in a warp that sees none of them."""
         if self.sees_any(loop, n_tile):
             cute.arch.sync_warp()  # keeps this a branch
             products.multiply_QK(loop.operands, Int32(slot), acc_S, (0, self.spec.tile_n))
         else:
             cute.arch.sync_warp()
             acc_S.fill(-Float32.inf)
-        cut = cutlass.const_expr(self.spec.features.right or slot == 0)
-        self.modify_and_mask(loop, n_tile, acc_S, "some" if cut else "none")
 
     @cute.jit
-    def first_values(self, loop: Mainloop, n_tile: Int32, slot: cutlass.Constexpr, acc_S: cute.Tensor):
+    def add_seen(self, loop: Mainloop, n_tile: Int32, slot: cutlass.Constexpr, acc_S: cute.Tensor):
         """Add what the scores of key tile ``n_tile`` give to O, unless this warp sees none of them."""
         keys = cutlass.const_expr((0, self.spec.tile_n))
         if cutlass.const_expr(self.spec.features.right):
