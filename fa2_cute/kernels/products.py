@@ -12,7 +12,7 @@ from . import fragments, layouts
 MMA_SHAPE = (16, 8, 16)  # PTX ISA: mma.sync.m16n8k16, f16 and bf16
 # Products.together where Q's fragments are read again in each step: of 20 moves of registers in a loop of 645
 # instructions 12 remain (head_dim 128), which is 1% of the time. Where Q is held nothing is gained.
-READ_TOGETHER = 4
+READ_TOGETHER = 32
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Products:
     tSrQ, tSrK, tOrV    MMA operand registers
     steps_QK            steps of 16 elements along the head dimension: zeros beyond are not multiplied
     holds_Q             tSrQ holds all of Q (``load_queries``), else each product reads its fragments again
-    together            blocks of 8 keys that meet all of a warp's rows before the next do; ptxas keeps that order
+    together            keys that meet all of a warp's rows before the next do; ptxas keeps that order
     """
 
     tiled_mma: cute.TiledMma
@@ -87,7 +87,7 @@ def partition(
         tOrV=thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0])),
         steps_QK=(head_dim + MMA_SHAPE[2] - 1) // MMA_SHAPE[2],
         holds_Q=holds_Q,
-        together=tile_n // MMA_SHAPE[1] if holds_Q else READ_TOGETHER,
+        together=tile_n if holds_Q else READ_TOGETHER,
     )
 
 
@@ -103,12 +103,16 @@ def multiply_QK(p: Products, slot: Int32, acc_S: cute.Tensor, keys: cutlass.Cons
     """acc_S = Q K^T for the keys [begin, end) = ``keys``, both multiples of 16, of the K tile in ``slot``."""
     acc_S.fill(0.0)
     base = p.sK.in_slot(slot)
-    tSrK = of_keys(p.tSrK, 1, keys)
+    begin, end = keys
+    groups = [(first, min(first + p.together, end)) for first in range(begin, end, p.together)]
+    accs = [of_keys(acc_S, 2, (first - begin, last - begin)) for first, last in groups]
+    operands = [of_keys(p.tSrK, 1, group) for group in groups]
     for k in cutlass.range_constexpr(p.steps_QK):
         if cutlass.const_expr(not p.holds_Q):
             _load_Q(p, k)
         _load_K(p, base, keys, k)
-        _multiply(p, p.tSrQ[None, None, k], tSrK[None, None, k], acc_S)
+        for acc, tSrK in zip(accs, operands, strict=True):
+            cute.gemm(p.tiled_mma, acc, p.tSrQ[None, None, k], tSrK[None, None, k], acc)
 
 
 @cute.jit
@@ -123,16 +127,6 @@ def multiply_PV(p: Products, slot: Int32, rP: cute.Tensor, acc_O: cute.Tensor, k
     for k in cutlass.range_constexpr(begin, end):
         _load_V(p, base, k)
         cute.gemm(p.tiled_mma, acc_O, tOrP[None, None, k - begin], p.tOrV[None, None, k], acc_O)
-
-
-def _multiply(p: Products, tSrQ: cute.Tensor, tSrK: cute.Tensor, acc_S: cute.Tensor):
-    """acc_S += tSrQ tSrK^T, one step of 16 elements."""
-    blocks_m, blocks_n = cute.size(acc_S.shape[1]), cute.size(acc_S.shape[2])
-    for first in range(0, blocks_n, p.together):
-        for m in range(blocks_m):
-            for n in range(first, min(first + p.together, blocks_n)):
-                acc = acc_S[None, m, n]
-                cute.mma_atom_call(p.tiled_mma, acc, tSrQ[None, m], tSrK[None, n], acc)
 
 
 # One ldmatrix.x4 fills 16 rows and 16 columns of an operand: a block of Q, or two of K or V that retile puts together.
