@@ -197,8 +197,7 @@ def key_range(
     # The first row sees keys of the tile that holds its last one; the other rows' last ones come later.
     referenced = cutlass.max(cutlass.max(seen_by_all - 1, Int32(0)) // tile_n, begin)
     if cutlass.const_expr(window_right is None):
-        wanted = cutlass.max(REFERENCED_KEYS - (end - begin) * tile_n // FEWER_REFERENCED, Int32(1))
-        referenced = cutlass.max(cutlass.max(key_len - wanted, Int32(0)) // tile_n, begin)
+        referenced = cutlass.max(_referenced(key_len, (end - begin) * tile_n, tile_n), begin)
     return KeyRange(begin, plain_begin, plain_end, end, referenced)
 
 
@@ -211,7 +210,8 @@ def share_of(work: Work, tiles: KeyRange, tile_n: int, left: bool, right: bool) 
 
     left, right: where the window is bounded. With a bound on the right a row's last key may lie in this share or behind
     it, in which case the row sees all of the share's last tile, or nothing but what the left side leaves. Else all rows
-    end with the share, and references come from as many of its tiles as they would of all.
+    end with the share, and references come from as many of its keys as if it were all: it is combined with others that
+    have references of their own.
     """
     count = tiles.end - tiles.begin
     each = count // work.splits
@@ -219,13 +219,23 @@ def share_of(work: Work, tiles: KeyRange, tile_n: int, left: bool, right: bool) 
     own = each + cutlass.select_(work.split < longer, Int32(1), Int32(0))
     begin = tiles.begin + work.split * each + cutlass.min(work.split, longer)
     zero = Int32(0)
-    referenced = cutlass.min(tiles.referenced - begin, own - 1) if right else own - (tiles.end - tiles.referenced)
     plain_begin, plain_end = (
         cutlass.max(cutlass.min(edge - begin, own), zero) for edge in (tiles.plain_begin, tiles.plain_end)
     )
-    keys_before = begin * tile_n
+    keys_before, keys = begin * tile_n, own * tile_n
+    if right:
+        referenced = cutlass.min(tiles.referenced - begin, own - 1)
+    else:
+        referenced = _referenced(cutlass.min(work.key_len - keys_before, keys), keys, tile_n)
     share = replace(work, key_start=work.key_start + keys_before, key_len=work.key_len - keys_before)
     return share, KeyRange(zero, plain_begin if left else zero, plain_end, own, cutlass.max(referenced, zero))
+
+
+def _referenced(end: Int32, keys: Int32, tile_n: int) -> Int32:
+    """Where no mask cuts: the first tile that a row's reference comes from, of ``keys`` keys of which ``end`` is the
+    end of the last."""
+    wanted = cutlass.max(REFERENCED_KEYS - keys // FEWER_REFERENCED, Int32(1))
+    return cutlass.max(end - wanted, Int32(0)) // tile_n
 
 
 def _clamped(key: Int32, key_len: Int32) -> Int32:
