@@ -2,7 +2,7 @@
 
     from pathlib import Path
     from fa2_cute.bench import results
-    report = results.load(Path("bench/results/2026-11-30-nvidia-h200-forward.json"))
+    report = results.load(Path("bench/results/2026-12-01-nvidia-h200-forward.json"))
 
 See docs/bench.md. Importing this loads nothing.
 """
