@@ -68,8 +68,8 @@ def _path(text: str | Path) -> Path:
     return Path(text)
 
 
-# What is written to.
-_Written = functools.partial(typer.Option, parser=_path, metavar="<path>")
+# An option that names what is written to.
+_output_option = functools.partial(typer.Option, parser=_path, metavar="<path>")
 
 
 def _console(pipe_width: int = PIPE_WIDTH) -> Console:
@@ -126,7 +126,7 @@ def fuzz(
     device: Annotated[
         str | None, typer.Option(help="cpu (emulated), cuda or cuda:N; by default a GPU if there is one")
     ] = None,
-    folder: Annotated[Path, _Written(help="where failing calls are saved as programs")] = Path("fuzz-failures"),
+    folder: Annotated[Path, _output_option(help="where failing calls are saved as programs")] = Path("fuzz-failures"),
 ):
     """Draw calls of the forward functions and over KV caches, all options, and judge each against float64; 1 if any
     fails."""
@@ -149,7 +149,7 @@ def fuzz(
 def compile_kernels(
     arch: Annotated[list[str] | None, typer.Option(help="sm_120a and the like, repeatable; by default sm_120a")] = None,
     into: Annotated[
-        Path | None, _Written(help="a folder to ship, for FA2_CUTE_CACHE; by default this user's cache")
+        Path | None, _output_option(help="a folder to ship, for FA2_CUTE_CACHE; by default this user's cache")
     ] = None,
     head_dim: Annotated[
         list[str] | None,
@@ -239,8 +239,8 @@ def explore(
         list[str] | None, typer.Option(help="values to try, such as tile_n=32,64; repeatable; --vary help lists all")
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="processes that compile; by default one a core")] = None,
-    results: Annotated[Path | None, _Written(help="file to keep results in, and to go on from")] = None,
-    report: Annotated[Path | None, _Written(help="HTML file; by default beside the results")] = None,
+    results: Annotated[Path | None, _output_option(help="file to keep results in, and to go on from")] = None,
+    report: Annotated[Path | None, _output_option(help="HTML file; by default beside the results")] = None,
     time: Annotated[bool, typer.Option(help="also time the tiles where there is such a GPU")] = True,
     apply: Annotated[bool, typer.Option("--apply", help="write the winner to the file of FA2_CUTE_TUNING")] = False,
 ):
@@ -267,7 +267,7 @@ def layouts(
     arch: Annotated[str | None, typer.Option(help="whose tile; by default this GPU's, else sm_120a")] = None,
     tile: Annotated[str | None, typer.Option(help="such as 128x64x8x2; by default the shipped one")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
-    into: Annotated[Path, _Written(help="folder for the pictures")] = Path("fa2-cute-layouts"),
+    into: Annotated[Path, _output_option(help="folder for the pictures")] = Path("fa2-cute-layouts"),
     swizzle: Annotated[bool, typer.Option(help="--no-swizzle shows what it is good for")] = True,
 ):
     """Draw the kernel's own layouts: operands by thread, shared memory by bank, one access with its conflicts."""
@@ -289,7 +289,7 @@ def bench(
         typer.Argument(help="of prefill, decode, kvcache, host, compile, memory; all by default. Or: plot FILE ..."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="fewer problems and repetitions")] = False,
-    out: Annotated[Path | None, _Written(help="the JSON file; for plot, the folder of the pictures")] = None,
+    out: Annotated[Path | None, _output_option(help="the JSON file; for plot, the folder of the pictures")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="only this peer, repeatable; by default all installed")] = None,
     rounds: Annotated[int | None, typer.Option(help="interleaved repetitions of each contestant")] = None,
     minutes: Annotated[float | None, typer.Option(help="begin no problem after so long; 1 if some are left")] = None,

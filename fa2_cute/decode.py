@@ -59,8 +59,8 @@ def decode(
         num_splits: blocks that share a sequence's keys, up to 256; 0 chooses by the number of SMs, heads and sequences
             and the cache's capacity. With the same number a sequence gives the same bits whatever else is in the batch.
         cu_seqlens_q: (batch + 1,) int32: queries of different lengths, packed: q is (rows, heads, head_dim), and
-            sequence b has the rows [cu[b], cu[b + 1]), clamped to those there are. On a GPU
-            what they hold is not checked (that would wait for it); on the CPU it may not decrease.
+            sequence b has the rows [cu[b], cu[b + 1]), clamped to those there are. On a GPU what they hold is not
+            checked (that would wait for it); on the CPU it may not decrease.
         max_seqlen_q: (with cu_seqlens_q) about how many queries a sequence has at most, by which a kernel is chosen;
             whatever it says the result is right.
     Returns:

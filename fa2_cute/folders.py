@@ -1,13 +1,14 @@
-"""Whether a folder can be written to, asked before the work whose results go there."""
+"""Whether a folder can be written to: asked before the work whose results go there."""
 
 import tempfile
 from pathlib import Path
 
 
 def require_writable(name: str, folder: Path):
-    """Raises OSError unless ``folder`` takes files; it is made if need be.
+    """Raises OSError unless ``folder`` takes files; it is made if need be, and stays.
 
-    name: what the folder was given by. That the disk has space left shows only later.
+    name: what the folder was given by. That the disk has space left, and that a file of some name can be replaced,
+    shows only later.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

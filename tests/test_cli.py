@@ -67,6 +67,10 @@ def test_errors_are_one_line_on_stderr(arguments, text, capsys):
         (("explore", "--kv-heads", "5"), "--kv-heads: got 5, takes a divisor of 32 heads"),
         (("explore", "--dtype", "int8"), "--dtype: got 'int8', takes 'bfloat16' or 'float16'"),
         (
+            ("explore", "--report", "/dev/null/x.html"),
+            "--report: got /dev/null, takes a folder that can be written to",
+        ),
+        (
             ("explore", "--results", "/dev/null/x.json"),
             "--results: got /dev/null, takes a folder that can be written to",
         ),

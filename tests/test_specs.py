@@ -22,6 +22,7 @@ SPECS = [
     ForwardSpec("float16", 96, 32, CAUSAL, 32, 32, 2, 2, swizzle=False),
     ForwardSpec("bfloat16", 64, 64, CAUSAL, 64, 32, 4, 3, "first", query_in_registers=True),
     ForwardSpec("bfloat16", 96, 40, FULL, 32, 32, 2, 4, "first", query_in_registers=True),
+    ForwardSpec("bfloat16", 64, 64, FULL, 64, 48, 2, 3, "first", query_in_registers=True),
 ]
 
 

@@ -1,21 +1,24 @@
 """The forward kernel in splits of the keys: right within derived bounds, even shares, the same bits again."""
 
+import functools
 import math
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fa2_cute import arch, emulation, forward, jit, split_calls, splitting
+from fa2_cute import arch, compiling, emulation, forward, jit, split_calls, splitting
 from fa2_cute.decode_spec import MAX_SPLITS
 from fa2_cute.fuzz import Case, check
 from fa2_cute.fuzz.judging import call, check_tensors
 from fa2_cute.fuzz.masks import HIDING_MASKS, MASK_LAYOUTS, MASKS
 from fa2_cute.fuzz.per_head import SINKS
 from fa2_cute.fuzz.strategies import PLAIN, TESTED, lengths, numbers_of_splits, split_cases
-from fa2_cute.spec import FULL, Features, ForwardSpec
+from fa2_cute.parameters import ScalarParameter, TensorParameter
+from fa2_cute.spec import FEWER_REFERENCED, FULL, REFERENCED_KEYS, Features, ForwardSpec
 
 KERNELS = st.sampled_from([*PLAIN, *(kernel for kernel in TESTED[len(PLAIN) :] if not kernel.has("varlen"))])
 
@@ -35,6 +38,54 @@ def test_plain_kernels_match_float64(case):
 
 
 # ---- shares ----------------------------------------------------------------------------------------------------------
+
+TILE_M, TILE_N = 128, 64
+
+
+@dataclass(frozen=True)
+class SharesSpec:
+    """The kernel of share_kernel.py."""
+
+    causal: bool
+    title: str = "shares"
+    threads: int = 32
+    shared_bytes: int = 0
+
+    def parameters(self):
+        found = TensorParameter("found", "int32", (None, 5), (5, 1), written=True)
+        return found, ScalarParameter("query_len", "int32"), ScalarParameter("key_len", "int32")
+
+    def build(self):
+        from share_kernel import Shares
+
+        return Shares(TILE_M, TILE_N, self.causal)
+
+
+@functools.cache
+def shares_kernel(causal: bool) -> jit.Kernel:
+    spec = SharesSpec(causal)
+    return jit.Kernel(spec, arch.TARGET, compiling.compile_code(spec, arch.TARGET))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@given(st.integers(1, 300), st.integers(1, 3000), st.integers(1, 16))
+@example(128, 2048, 3)  # as if each were a row of some 700 keys
+@settings(max_examples=40)
+def test_shares_cover_the_keys_and_take_references_as_whole_rows_do(causal, query_len, key_len, splits):
+    found = torch.full((splits, 5), -1, dtype=torch.int32)
+    emulation.run(shares_kernel(causal), (splits, 1, 1), (found, query_len, key_len))
+    start = 0
+    for key_start, length, own, referenced, tiles in found.tolist():
+        assert (key_start, length) == (start * TILE_N, key_len - start * TILE_N)
+        assert own in (tiles // splits, -(-tiles // splits))
+        assert 0 <= referenced < max(own, 1)
+        if own and not causal:
+            keys = min(own * TILE_N, length)
+            wanted = max(REFERENCED_KEYS - own * TILE_N // FEWER_REFERENCED, 1)
+            assert keys - referenced * TILE_N >= min(wanted, keys)  # enough keys,
+            assert keys - (referenced + 1) * TILE_N < wanted  # and not a tile more
+        start += own
+    assert start == tiles
 
 
 def parts(q, k, v, splits, **options):

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from .. import forward
 from ..explore.space import Point, Workload
+from ..folders import require_writable
 from ..shipping import cores
 from . import (
     compiling,
@@ -85,11 +86,12 @@ def run(what: Sequence[str], options: Options, console: Console) -> Path:
         "kvcache": Load("rate of copying memory", "GB/s", 1e9, lambda: copy().rate(timer)),
         "host": Load("a loop on one core", "us", 1e-6, host_loop, MOST_HOST_DRIFT),
     }
+    date, described = machine.now(), machine.describe(device)
+    path = options.out or FOLDER / machine.file_name(date, str(described["device"]))
+    require_writable("--out", path.parent)
     jobs = plan.jobs(session, wanted)
     warming.warm(session, jobs, options.jobs or cores())
 
-    date, described = machine.now(), machine.describe(device)
-    path = options.out or FOLDER / machine.file_name(date, str(described["device"]))
     empty = Report(date, described, asked, ())
     report = measured(session, wanted, plan, roofs, loads, empty, lambda report: results.save(report, path))
     tables.show(report, console)

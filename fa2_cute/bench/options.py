@@ -46,7 +46,8 @@ class Options:
             for value in getattr(self, name):
                 if value < 1:
                     raise ValueError(f"--{name}: got {value}, takes 1 or more")
-        self.prefill(), self.tiles(), self.decode()  # what cannot be read is refused now
+        for problems_of in (self.prefill, self.tiles, self.decode):  # what cannot be read is refused now
+            problems_of()
 
     def prefill(self) -> list[Workload]:
         """The problems of the prefill section."""

@@ -31,14 +31,17 @@ def draw_files(files: Sequence[Path], into: Path | None, console: Console):
     takes = "takes one or more that fa2-cute bench wrote"
     if not files:
         raise ValueError(f"bench plot: got no file, {takes}")
+    reports = {}
     for file in files:
         try:
-            report = load(file)
+            reports[file] = load(file)
         except OSError as error:
             raise OSError(f"bench plot: got {file}, {takes}: {error.strerror or error}") from error
-        folder = file.parent if into is None else into
+    folders = {file: file.parent if into is None else into for file in files}
+    for folder in folders.values():
         require_writable("bench plot" if into is None else "--out", folder)
-        for path in save(report, folder, file.stem):
+    for file, report in reports.items():
+        for path in save(report, folders[file], file.stem):
             console.print(f"{path}")
 
 

@@ -73,12 +73,18 @@ def explore(
     Raises ValueError for what is impossible, before anything is compiled.
     """
     require_tools()
+    from . import binding
+
+    binding.shipped_point(workload, arch)  # refuses what no kernel takes
     device = device_name(arch) if time else None
     if apply and device is None:
         raise ValueError(f"--apply: needs measured times, and there is no CUDA device of {arch.name} to measure on")
     if apply:
         tuning.destination()
     file = file or default_file(workload, arch)
+    report = report or file.with_suffix(".html")
+    require_writable("--results", file.parent)
+    require_writable("--report", report.parent)
     console.print(f"{workload.title}; {arch.name} ({rates.of(arch).device}); results in {file}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -93,7 +99,6 @@ def explore(
         console.print(line)
     from . import report as reporting
 
-    report = report or file.with_suffix(".html")
     reporting.write(found, report)
     console.print(f"Report: {report}")
     best = found.best

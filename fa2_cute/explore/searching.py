@@ -12,7 +12,6 @@ from pathlib import Path
 
 from .. import jit
 from ..arch import Architecture
-from ..folders import require_writable
 from ..shipping import cores
 from . import binding, model, prune
 from .records import Record, evaluate, method
@@ -67,8 +66,7 @@ def search(
     jobs        processes that compile; by default one for each core
     device      also time each point on the current CUDA device, which must be of ``arch``
     progress    called with (points done, points in all, what was just done)
-    Raises ValueError where the problem or every point is impossible, naming what is possible; OSError where results
-    are to be written and cannot be.
+    Raises ValueError where the problem or every point is impossible, naming what is possible.
     """
     shipped = binding.shipped_point(workload, arch)
     wanted = list(space) if space is not None else points()
@@ -82,8 +80,6 @@ def search(
     states = {point: _state(point, workload, arch) for point in kept}
     done = [r for point in kept if (r := results.get(point, states[point])) is not None]
     todo = [point for point in kept if results.get(point, states[point]) is None]
-    if todo or device:
-        require_writable("--results", file.parent)
     progress(len(done), len(kept), "found in the file" if done else "compiling")
     for record in _evaluated(todo, workload, arch, jobs):
         results.put(record, states[record.point])

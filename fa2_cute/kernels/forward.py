@@ -396,7 +396,7 @@ class Forward:
             sink = inputs.mSink[work.head]
         row_lse = softmax.finish(state, acc_O, sink)
         tiled_mma = self.tiled_mma()
-        fence = None  # Q was read once, and barriers have passed since
+        fence = None  # at least one barrier has passed since Q was read
         if cutlass.const_expr(not spec.query_in_registers):
             fence = cutlass.const_expr("warp" if spec.head_width == spec.value_width else "block")
         lanes = cutlass.const_expr(8 if spec.value_width % 64 == 0 else 4)
@@ -531,12 +531,9 @@ class Forward:
         memory again and again, at 32 rows a warp and head_dim 128, nothing is gained.) K comes before V: cp.async
         groups are Q with K(0), K(1), V(0) with V(1), and then as ever. The next tile takes the place of tile 0.
 
-        With 32 rows a warp exponentials and MMAs overlap, 16 keys at a time: there is room for that as long as Q's
-        fragments are not held yet, and no branch may lie between. Under a mask it is worth more that a warp skips the
-        keys of which its rows see nothing, and with 16 rows the branches make a better loop of what follows.
+        Where ``overlaps_first_steps``, Q's fragments are held only afterwards.
         """
         stages, last = cutlass.const_expr(self.spec.stages), loop.tiles.end - 1
-        overlaps = cutlass.const_expr(self.spec.rows_a_warp == 32 and not self.spec.features.right)
         load_last_tile(loop.ring_K, last, Int32(0), zero_past_end=False)
         cute.arch.cp_async_commit_group()
         load_tile(loop.ring_K, last - 1, Int32(1))
@@ -553,15 +550,9 @@ class Forward:
         for t in cutlass.range_constexpr(2):
             cute.arch.cp_async_wait_group(stages - t)
             cute.arch.sync_threads()
-            if cutlass.const_expr(overlaps):
-                rereading_Q = replace(loop.operands, holds_Q=False)
-                products.multiply_QK(rereading_Q, Int32(t), of_tile[t], (0, self.spec.tile_n))
-            else:
-                if cutlass.const_expr(t == 0):
-                    products.load_queries(loop.operands)
-                self.multiply_seen(loop, last - t, t, of_tile[t])
-            cut = cutlass.const_expr(self.spec.features.right or t == 0)
-            self.modify_and_mask(loop, last - t, of_tile[t], "some" if cut else "none")
+            if cutlass.const_expr(t == 0 and not self.overlaps_first_steps):
+                products.load_queries(loop.operands)
+            self.first_scores(loop, last - t, t, of_tile[t])
         cute.arch.cp_async_wait_group(stages - 2)
         cute.arch.sync_threads()  # V(0) and V(1) are visible; all warps are past K(0)
         if next_tile >= loop.tiles.begin:
@@ -569,36 +560,53 @@ class Forward:
         softmax.begin(loop.state, both, loop.scale, slack)
         loop.acc_O.fill(0.0)
         for t in cutlass.range_constexpr(2):
-            if cutlass.const_expr(overlaps):
-                for keys in cutlass.const_expr(self.parts()):
-                    self.add_values(loop, Int32(t), products.of_keys(of_tile[t], 2, keys), keys)
-            else:
-                self.add_seen(loop, last - t, t, of_tile[t])
+            self.first_values(loop, last - t, t, of_tile[t])
             if cutlass.const_expr(t == 0):
                 cute.arch.sync_threads()  # all warps are past V(0)
                 if next_tile >= loop.tiles.begin:
                     load_tile(loop.ring_V, next_tile, Int32(0))
                 cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(overlaps):
-            products.load_queries(loop.operands)
+        if cutlass.const_expr(self.overlaps_first_steps):
+            products.load_queries(
+                loop.operands
+            )  # only now, so that its registers were free; Q is there until ``finish``
         # Opaque: LLVM would make the loop behind this for a known slot first, and shuffle registers in it.
         loop.slot[0] = place.opaque(Int32(2 % stages))
 
+    @property
+    def overlaps_first_steps(self) -> bool:
+        """Whether exponentials and MMAs of the first two steps overlap, 16 keys at a time.
+
+        That needs the registers of Q's fragments, which are read again for each step, and code without a branch. So not
+        under a mask, where it is worth more that a warp skips the keys of which its rows see nothing; nor with 16 rows
+        a warp, where ptxas makes a better loop of what follows if there are branches.
+        """
+        return self.spec.rows_a_warp == 32 and not self.spec.features.right
+
     @cute.jit
-    def multiply_seen(self, loop: Mainloop, n_tile: Int32, slot: cutlass.Constexpr, acc_S: cute.Tensor):
-        """The products of Q and key tile ``n_tile``, -inf in a warp that sees none of them."""
-        if self.sees_any(loop, n_tile):
+    def first_scores(self, loop: Mainloop, n_tile: Int32, slot: cutlass.Constexpr, acc_S: cute.Tensor):
+        """The scores of key tile ``n_tile``, -inf in a warp that skips it."""
+        keys = cutlass.const_expr((0, self.spec.tile_n))
+        if cutlass.const_expr(self.overlaps_first_steps):
+            # In the order of MMAs of the steps behind: another one, and ptxas makes a slower loop of those (measured).
+            products.multiply_QK(replace(loop.operands, holds_Q=False), Int32(slot), acc_S, keys)
+        elif self.sees_any(loop, n_tile):
             cute.arch.sync_warp()  # keeps this a branch
-            products.multiply_QK(loop.operands, Int32(slot), acc_S, (0, self.spec.tile_n))
+            products.multiply_QK(loop.operands, Int32(slot), acc_S, keys)
         else:
             cute.arch.sync_warp()
             acc_S.fill(-Float32.inf)
+        cut = cutlass.const_expr(self.spec.features.right or slot == 0)
+        self.modify_and_mask(loop, n_tile, acc_S, "some" if cut else "none")
 
     @cute.jit
-    def add_seen(self, loop: Mainloop, n_tile: Int32, slot: cutlass.Constexpr, acc_S: cute.Tensor):
-        """Add what the scores of key tile ``n_tile`` give to O, unless this warp sees none of them."""
+    def first_values(self, loop: Mainloop, n_tile: Int32, slot: cutlass.Constexpr, acc_S: cute.Tensor):
+        """Add what the scores of key tile ``n_tile`` give to O, unless this warp skips it."""
         keys = cutlass.const_expr((0, self.spec.tile_n))
-        if cutlass.const_expr(self.spec.features.right):
+        if cutlass.const_expr(self.overlaps_first_steps):
+            for part in cutlass.const_expr(self.parts()):
+                self.add_values(loop, Int32(slot), products.of_keys(acc_S, 2, part), part)
+        elif cutlass.const_expr(self.spec.features.right):
             if self.sees_any(loop, n_tile):
                 cute.arch.sync_warp()  # keeps this a branch
                 self.add_values(loop, Int32(slot), acc_S, keys)

@@ -24,7 +24,8 @@ class Products:
     tSrQ, tSrK, tOrV    MMA operand registers
     steps_QK            steps of 16 elements along the head dimension: zeros beyond are not multiplied
     holds_Q             tSrQ holds all of Q (``load_queries``), else each product reads its fragments again
-    together            keys that meet all of a warp's rows before the next do; ptxas keeps that order
+    together            number of keys whose MMAs are issued for all of a warp's rows before those of the next keys:
+                        the order of the MMAs is the source's
     """
 
     tiled_mma: cute.TiledMma

@@ -158,7 +158,7 @@ class KeyRange:
 
     [plain_begin, plain_end)   need no mask: every row sees all their keys
     referenced                 in the tiles [referenced, end) every row that sees any key sees one; without a bound on
-                               the right up to as many as references of so many keys should come from
+                               the right they are the tiles that hold the last keys, as many as references should be of
     """
 
     begin: Int32
@@ -197,7 +197,7 @@ def key_range(
     # The first row sees keys of the tile that holds its last one; the other rows' last ones come later.
     referenced = cutlass.max(cutlass.max(seen_by_all - 1, Int32(0)) // tile_n, begin)
     if cutlass.const_expr(window_right is None):
-        referenced = cutlass.max(_referenced(key_len, (end - begin) * tile_n, tile_n), begin)
+        referenced = cutlass.max(_first_referenced_tile(key_len, (end - begin) * tile_n, tile_n), begin)
     return KeyRange(begin, plain_begin, plain_end, end, referenced)
 
 
@@ -210,8 +210,8 @@ def share_of(work: Work, tiles: KeyRange, tile_n: int, left: bool, right: bool) 
 
     left, right: where the window is bounded. With a bound on the right a row's last key may lie in this share or behind
     it, in which case the row sees all of the share's last tile, or nothing but what the left side leaves. Else all rows
-    end with the share, and references come from as many of its keys as if it were all: it is combined with others that
-    have references of their own.
+    end with the share, and references come from as many of its keys as they would if it were the whole row, since its
+    part is combined with parts that have references of their own.
     """
     count = tiles.end - tiles.begin
     each = count // work.splits
@@ -226,16 +226,18 @@ def share_of(work: Work, tiles: KeyRange, tile_n: int, left: bool, right: bool) 
     if right:
         referenced = cutlass.min(tiles.referenced - begin, own - 1)
     else:
-        referenced = _referenced(cutlass.min(work.key_len - keys_before, keys), keys, tile_n)
+        referenced = _first_referenced_tile(cutlass.min(work.key_len - keys_before, keys), keys, tile_n)
     share = replace(work, key_start=work.key_start + keys_before, key_len=work.key_len - keys_before)
     return share, KeyRange(zero, plain_begin if left else zero, plain_end, own, cutlass.max(referenced, zero))
 
 
-def _referenced(end: Int32, keys: Int32, tile_n: int) -> Int32:
-    """Where no mask cuts: the first tile that a row's reference comes from, of ``keys`` keys of which ``end`` is the
-    end of the last."""
+def _first_referenced_tile(key_end: Int32, keys: Int32, tile_n: int) -> Int32:
+    """The first tile that a row's reference comes from where no mask cuts: REFERENCED_KEYS and fewer of the last.
+
+    key_end: behind the last key. keys: how many the row has, in whole tiles.
+    """
     wanted = cutlass.max(REFERENCED_KEYS - keys // FEWER_REFERENCED, Int32(1))
-    return cutlass.max(end - wanted, Int32(0)) // tile_n
+    return cutlass.max(key_end - wanted, Int32(0)) // tile_n
 
 
 def _clamped(key: Int32, key_len: Int32) -> Int32:
