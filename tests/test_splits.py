@@ -1,23 +1,21 @@
 """The forward kernel in splits of the keys: right within derived bounds, even shares, the same bits again."""
 
-import functools
 import math
 import re
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from probes import Probe, compiled
 
-from fa2_cute import arch, compiling, emulation, forward, jit, split_calls, splitting
+from fa2_cute import arch, emulation, forward, jit, split_calls, splitting
 from fa2_cute.decode_spec import MAX_SPLITS
 from fa2_cute.fuzz import Case, check
 from fa2_cute.fuzz.judging import call, check_tensors
 from fa2_cute.fuzz.masks import HIDING_MASKS, MASK_LAYOUTS, MASKS
 from fa2_cute.fuzz.per_head import SINKS
 from fa2_cute.fuzz.strategies import PLAIN, TESTED, lengths, numbers_of_splits, split_cases
-from fa2_cute.parameters import ScalarParameter, TensorParameter
 from fa2_cute.spec import FEWER_REFERENCED, FULL, REFERENCED_KEYS, Features, ForwardSpec
 
 KERNELS = st.sampled_from([*PLAIN, *(kernel for kernel in TESTED[len(PLAIN) :] if not kernel.has("varlen"))])
@@ -42,38 +40,14 @@ def test_plain_kernels_match_float64(case):
 TILE_M, TILE_N = 128, 64
 
 
-@dataclass(frozen=True)
-class SharesSpec:
-    """The kernel of share_kernel.py."""
-
-    causal: bool
-    title: str = "shares"
-    threads: int = 32
-    shared_bytes: int = 0
-
-    def parameters(self):
-        found = TensorParameter("found", "int32", (None, 5), (5, 1), written=True)
-        return found, ScalarParameter("query_len", "int32"), ScalarParameter("key_len", "int32")
-
-    def build(self):
-        from share_kernel import Shares
-
-        return Shares(TILE_M, TILE_N, self.causal)
-
-
-@functools.cache
-def shares_kernel(causal: bool) -> jit.Kernel:
-    spec = SharesSpec(causal)
-    return jit.Kernel(spec, arch.TARGET, compiling.compile_code(spec, arch.TARGET))
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @given(st.integers(1, 300), st.integers(1, 3000), st.integers(1, 16))
 @example(128, 2048, 3)  # as if each were a row of some 700 keys
 @settings(max_examples=40)
 def test_shares_cover_the_keys_and_take_references_as_whole_rows_do(causal, query_len, key_len, splits):
     found = torch.full((splits, 5), -1, dtype=torch.int32)
-    emulation.run(shares_kernel(causal), (splits, 1, 1), (found, query_len, key_len))
+    probe = Probe("share_kernel", "Shares", (TILE_M, TILE_N, causal), 5, ("query_len", "key_len"))
+    emulation.run(compiled(probe), (splits, 1, 1), (found, query_len, key_len))
     start = 0
     for key_start, length, own, referenced, tiles in found.tolist():
         assert (key_start, length) == (start * TILE_N, key_len - start * TILE_N)

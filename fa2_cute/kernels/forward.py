@@ -567,9 +567,8 @@ class Forward:
                     load_tile(loop.ring_V, next_tile, Int32(0))
                 cute.arch.cp_async_commit_group()
         if cutlass.const_expr(self.overlaps_first_steps):
-            products.load_queries(
-                loop.operands
-            )  # only now, so that its registers were free; Q is there until ``finish``
+            # Only now, so that the registers were free; Q is in shared memory until ``finish``.
+            products.load_queries(loop.operands)
         # Opaque: LLVM would make the loop behind this for a known slot first, and shuffle registers in it.
         loop.slot[0] = place.opaque(Int32(2 % stages))
 

@@ -1,8 +1,6 @@
 """The model: its arithmetic, its schedule of blocks, and what is known of real devices."""
 
-import functools
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +8,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from probes import Probe, compiled
 
-from fa2_cute import arch, compiling, emulation, jit, resources
+from fa2_cute import arch, emulation, resources
 from fa2_cute.explore import binding, model, pictures, rates, records, simulate, validate
 from fa2_cute.explore.model import CompiledFacts, Step
 from fa2_cute.explore.space import Point, Workload
-from fa2_cute.parameters import ScalarParameter, TensorParameter
 from fa2_cute.spec import FULL, ForwardSpec
 
 SM_120 = arch.by_name("sm_120")
@@ -54,31 +52,6 @@ def test_key_tiles_are_those_that_the_mask_needs(tile, query_len, key_len, causa
             assert masked >= 1
 
 
-@dataclass(frozen=True)
-class OrderSpec:
-    """The kernel of order_kernel.py."""
-
-    tile_m: int
-    title: str = "order of blocks"
-    threads: int = 32
-    shared_bytes: int = 0
-
-    def parameters(self):
-        found = TensorParameter("found", "int32", (None, 3), (3, 1), written=True)
-        return found, *(ScalarParameter(name, "int32") for name in ("batch", "heads", "query_len"))
-
-    def build(self):
-        from order_kernel import Order
-
-        return Order(self.tile_m)
-
-
-@functools.cache
-def order_kernel(tile_m: int) -> jit.Kernel:
-    spec = OrderSpec(tile_m)
-    return jit.Kernel(spec, SM_120, compiling.compile_code(spec, SM_120))
-
-
 @given(st.integers(1, 20), st.integers(1, 18), st.integers(1, 700))
 @example(1, 32, 640)  # groups of heads one after the other
 @example(40, 8, 64)  # 16 sequences side by side, and a group of them with 8 idle ones
@@ -89,7 +62,8 @@ def test_blocks_start_in_the_order_of_the_kernels_grid(batch, heads, query_len):
     tile_m = 64
     grid = ForwardSpec("bfloat16", 64, 64, FULL, tile_m, 32, 4, 2).grid(batch, heads, query_len)
     found = torch.full((math.prod(grid), 3), -1, dtype=torch.int32)
-    emulation.run(order_kernel(tile_m), grid, (found, batch, heads, query_len))
+    probe = Probe("order_kernel", "Order", (tile_m,), 3, ("batch", "heads", "query_len"))
+    emulation.run(compiled(probe), grid, (found, batch, heads, query_len))
     working = [(b, head, row // tile_m) for b, head, row in found.tolist() if b < batch and head < heads]
     assert working == list(model.launch_order(tile_m, Workload(64, query_len, query_len, True, batch, heads, heads)))
 
