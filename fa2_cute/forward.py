@@ -70,8 +70,8 @@ class Call:
     def spec(self, architecture: Architecture) -> ForwardSpec:
         """The specification that ``architecture`` runs this call with: the table's, or what the user has tuned."""
         problem = self.problem
-        spec = tiling.choose(problem.dtype, problem.head_dim, problem.value_dim, problem.features, architecture)
         device = self.tensors[0].device
+        spec = tiling.choose_for(problem, architecture, multiprocessors(device))
         if device.type == "cuda" and TUNING in os.environ and problem.features in (FULL, CAUSAL):
             from .explore import tuning
 
@@ -116,6 +116,11 @@ class Call:
                 attn_mask=None if self.options.attn_mask is None else self.options.attn_mask[here],
             )
             yield Call(replace(self.problem, batch=tensors[0].shape[0]), tensors, options)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; the emulator leaves none idle, however few the blocks: 0."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def attend(

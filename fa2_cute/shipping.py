@@ -50,8 +50,9 @@ class Wanted:
     def specifications(self, arch: Architecture) -> list[Specification]:
         """As calls would choose them on ``arch``, each once; ValueError for one that there is not."""
         forward = [
-            tiling.choose(dtype, head_dim, value_dim, features, arch)
+            spec
             for dtype, (head_dim, value_dim), features in product(self.dtypes, self.widths, self.features)
+            for spec in tiling.every(dtype, head_dim, value_dim, features, arch)
         ]
         return list(dict.fromkeys([*forward, *(self._of_caches(arch) if self.kvcache else ())]))
 
@@ -82,7 +83,7 @@ class Wanted:
                 yield replace(decode, every_slot=True)
             for on in self.features:
                 if not on.varlen:
-                    whole = tiling.choose(dtype, head_dim, value_dim, on, arch)
+                    whole = tiling.choose(dtype, head_dim, value_dim, on, arch, few_blocks=True)
                     yield splitting.split_spec(whole)
                     yield from (splitting.combining(whole, splits, overlap) for splits in (1, decode_spec.MAX_SPLITS))
 

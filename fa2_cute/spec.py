@@ -9,6 +9,7 @@ MAX_GRID_YZ = 65_535  # blocks in y and in z (CUDA C++ Programming Guide, "Techn
 MAX_HEAD_DIM = 256  # wider rows of O do not fit a thread's registers
 DTYPES = ("bfloat16", "float16")
 MASK_DTYPES = ("bool", "bfloat16", "float16", "float32")
+QUERY_HELD = ("none", "half", "all")
 
 # Elements of a row in shared memory, and the last of them the limit: multiples of 32 that the copies' lanes divide.
 _SHARED_WIDTHS = (32, 64, 96, 128, 192, 256)
@@ -20,6 +21,7 @@ SMALLEST_SCALE = 2.0**-149
 # of 512 keys, 1.052 with 16 of 1024). References of 140 keys, less 1 for every 13 of the row, leave less than 5%.
 REFERENCED_KEYS, FEWER_REFERENCED = 140, 13
 VECTOR_ELEMENTS = 8  # 16 bytes of a 16-bit type: what one cp.async moves
+SWIZZLED_COLUMNS = 64  # of the atom of wide rows (kernels/layouts.py): tiles lie in blocks of so many columns
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class ForwardSpec:
     stages      tiles in the K ring and in the V ring, at least 2
     reference   what the softmax subtracts: "trailing" follows the row maximum in every tile; "first" (bfloat16 only: it
                 needs an exponent range as wide as float32's) keeps that of the first tiles and checks at the end
-    query_in_registers  Q's fragments are read from shared memory once, not once a step
+    query_held  how much of Q stays in registers: of "all" of it, the first "half" of its columns or "none" are the
+                fragments read from shared memory once, of the others once a step. Half of it makes room: in shared
+                memory the V ring takes its place
     swizzle     shared memory without bank conflicts; False is there to show what that is worth
     split       several blocks share a tile's keys and leave parts, which a kernel of decode_spec.CombineSpec combines
     """
@@ -95,7 +99,7 @@ class ForwardSpec:
     warps: int
     stages: int
     reference: str = "trailing"
-    query_in_registers: bool = False
+    query_held: str = "none"
     swizzle: bool = True
     split: bool = False
 
@@ -134,6 +138,19 @@ class ForwardSpec:
             )
         if self.stages < 2:
             raise ValueError(f"stages: got {self.stages}, takes 2 or more")
+        if self.query_held not in QUERY_HELD:
+            raise ValueError(f"query_held: got {self.query_held!r}, takes one of {', '.join(QUERY_HELD)}")
+        if self.query_makes_room:
+            if self.head_width % (2 * SWIZZLED_COLUMNS):
+                raise ValueError(
+                    f"query_held: got 'half' with rows of {self.head_width} elements in shared memory, takes it with "
+                    f"multiples of {2 * SWIZZLED_COLUMNS}"
+                )
+            if self.tile_m * self.held_columns > self.stages * self.tile_n * self.value_width:
+                raise ValueError(
+                    f"query_held: got 'half' of {self.tile_m} rows, takes it where V's ring holds as much: here "
+                    f"{self.stages} tiles of {self.tile_n} rows of {self.value_width} elements"
+                )
         if self.split and (self.features.varlen or self.features.sink):
             raise ValueError("split: got True with varlen or a sink, takes neither: a sink is added by the combination")
 
@@ -157,6 +174,25 @@ class ForwardSpec:
     def rows_a_warp(self) -> int:
         """Query rows of one warp, a multiple of 16."""
         return self.tile_m // self.warps
+
+    @property
+    def held_columns(self) -> int:
+        """Columns of Q in shared memory, the first ones, whose fragments stay in registers."""
+        return {"none": 0, "half": self.head_width // 2, "all": self.head_width}[self.query_held]
+
+    @property
+    def query_makes_room(self) -> bool:
+        """Whether the columns of Q that are held lie in the V ring's place until they are."""
+        return self.query_held == "half"
+
+    @property
+    def begins_with_two_tiles(self) -> bool:
+        """Whether a row's first reference comes from two key tiles at once, whose scores take O's registers.
+
+        Without gain where Q is read again for each of them (docs/performance.md), and at the cost of spills where half
+        of it is held; a bound on the left may leave a row nothing in either.
+        """
+        return self.reference == "first" and self.query_held == "all" and not self.features.left
 
     @property
     def head_width(self) -> int:
@@ -188,9 +224,10 @@ class ForwardSpec:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: Q (and later O), then the K ring, then the V ring."""
+        """Dynamic shared memory of a block: Q (and later O), less what V's ring takes of it, the K ring, the V ring."""
         widths = (self.head_width, self.value_width)
-        return 2 * (self.tile_m * max(widths) + self.stages * self.tile_n * sum(widths))
+        own = max(widths) - (self.held_columns if self.query_makes_room else 0)
+        return 2 * (self.tile_m * own + self.stages * self.tile_n * sum(widths))
 
     def grid(self, batch, heads, query_len, splits=1):
         """Thread blocks of a launch (x, y, z), in the order of kernels/schedule.py; some may be idle.

@@ -115,7 +115,7 @@ def divide(
 ) -> Division:
     """What is fastest for ``problem``. splitting: the kernels that may split its keys; without any it is the forward
     kernel, unsplit."""
-    forward = tiling.choose(problem.dtype, problem.head_dim, problem.value_dim, problem.features, arch)
+    forward = tiling.choose_for(problem, arch, sms)
     tiles = problem.batch * problem.heads * -(-problem.query_len // forward.tile_m)
     rows = problem.query_len * (problem.heads // problem.kv_heads)
     found = []

@@ -44,7 +44,11 @@ def test_resources_on_sm_120(spec):
     assert used.warps_per_sm >= LEAST_RESIDENT_WARPS
 
 
-@pytest.mark.parametrize("spec", [splitting.split_spec(spec) for spec in SHIPPED], ids=name)
+# Launches of blocks enough for a tile with half of Q are never split.
+IN_SPLITS = [splitting.split_spec(spec) for spec in SHIPPED if not spec.query_makes_room]
+
+
+@pytest.mark.parametrize("spec", IN_SPLITS, ids=name)
 def test_splits_spill_nothing_in_the_loops_of_the_first_pass(spec):
     """In bfloat16 the last loop is the second pass; before the loops a few registers may be, once a block."""
     kernel = jit.compiled(spec, SM_120)

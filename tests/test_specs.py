@@ -9,20 +9,24 @@ from hypothesis import strategies as st
 
 from fa2_cute import arch, emulation, forward, jit, tiling
 from fa2_cute.fuzz.judging import judge
+from fa2_cute.problem import Problem
 from fa2_cute.spec import CAUSAL, FULL, Features, ForwardSpec
 
 # Each is compiled once: more stages than tiles at some lengths, one warp, tiles of 16, 32, 48 and 64 keys, three blocks
-# of rows a warp, rows of 64 bytes without a swizzle.
+# of rows a warp, rows of 64 bytes without a swizzle, half of Q in registers beside V's rows with padding.
 SPECS = [
     ForwardSpec("bfloat16", 64, 64, CAUSAL, 64, 32, 4, 3, "first"),
     ForwardSpec("bfloat16", 64, 40, FULL, 32, 48, 2, 4, "first"),
     ForwardSpec("float16", 64, 64, CAUSAL, 16, 16, 1, 2),
     ForwardSpec("float16", 72, 128, FULL, 64, 64, 2, 2),
-    ForwardSpec("bfloat16", 40, 64, CAUSAL, 48, 48, 1, 2, "first", query_in_registers=True),
+    ForwardSpec("bfloat16", 40, 64, CAUSAL, 48, 48, 1, 2, "first", query_held="all"),
     ForwardSpec("float16", 96, 32, CAUSAL, 32, 32, 2, 2, swizzle=False),
-    ForwardSpec("bfloat16", 64, 64, CAUSAL, 64, 32, 4, 3, "first", query_in_registers=True),
-    ForwardSpec("bfloat16", 96, 40, FULL, 32, 32, 2, 4, "first", query_in_registers=True),
-    ForwardSpec("bfloat16", 64, 64, FULL, 64, 48, 2, 3, "first", query_in_registers=True),
+    ForwardSpec("bfloat16", 64, 64, CAUSAL, 64, 32, 4, 3, "first", query_held="all"),
+    ForwardSpec("bfloat16", 96, 40, FULL, 32, 32, 2, 4, "first", query_held="all"),
+    ForwardSpec("bfloat16", 64, 64, FULL, 64, 48, 2, 3, "first", query_held="all"),
+    ForwardSpec("bfloat16", 128, 128, FULL, 128, 32, 4, 2, "first", query_held="half"),
+    ForwardSpec("bfloat16", 104, 120, CAUSAL, 64, 32, 4, 3, "first", query_held="half"),
+    ForwardSpec("float16", 128, 112, CAUSAL, 32, 16, 2, 2, query_held="half"),
 ]
 
 
@@ -61,6 +65,8 @@ def test_right_like_the_shipped_ones(spec, lengths, seed):
         ("warps", 3),
         ("stages", 1),
         ("reference", "last"),
+        ("query_held", "some"),
+        ("query_held", "half"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name(field, value):
@@ -68,6 +74,13 @@ def test_what_cannot_be_compiled_is_refused_by_name(field, value):
     fields |= {"tile_m": 128, "tile_n": 64, "warps": 4, "stages": 2}
     with pytest.raises(ValueError, match=rf"^{'tile_m' if field == 'warps' and value > 0 else field}: got "):
         ForwardSpec(**{**fields, field: value})
+
+
+def test_half_of_q_needs_room_in_the_ring_of_v():
+    ForwardSpec("bfloat16", 128, 128, FULL, 128, 32, 4, 2, query_held="half")
+    for value_dim, tile_m in ((64, 128), (128, 256)):
+        with pytest.raises(ValueError, match=rf"^query_held: got 'half' of {tile_m} rows, takes it where V's ring"):
+            ForwardSpec("bfloat16", 128, value_dim, FULL, tile_m, 32, 4, 2, query_held="half")
 
 
 def test_a_first_reference_needs_the_range_of_bfloat16():
@@ -99,6 +112,25 @@ def test_every_width_has_a_tile_that_fits(head_dim, value_dim, name, dtype):
     assert value_dim <= spec.value_width
     for width in (spec.head_width, spec.value_width):
         assert width % (8 * spec.copy_lanes(width)) == 0
+
+
+@given(
+    st.integers(1, 64), st.integers(1, 20_000), st.sampled_from([8, 16, 32]), st.sampled_from([30, 132, 170, 188]),
+    st.sampled_from([FULL, CAUSAL, Features(varlen=True)]),
+)  # fmt: skip
+def test_few_blocks_take_smaller_tiles(batch, query_len, heads, sms, features):
+    problem = Problem("bfloat16", batch, query_len, query_len, heads, heads, 128, 128, features)
+    chosen, large = tiling.choose_for(problem, arch.TARGET, sms), tiling.choose_for(problem, arch.TARGET, 0)
+    x, y, z = large.grid(batch, heads, query_len)
+    waves = x * y * z / (2 * sms)  # some of the grid's blocks may be idle
+    assert large.query_held == "half"
+    assert chosen in tiling.every("bfloat16", 128, 128, features, arch.TARGET)
+    if waves < tiling.MANY_WAVES:
+        assert chosen.tile_m < large.tile_m
+    if waves >= 4 * tiling.MANY_WAVES:
+        assert chosen == large
+    sm_90 = arch.by_name("sm_90")
+    assert tiling.choose_for(problem, sm_90, sms) == tiling.choose_for(problem, sm_90, 0)
 
 
 def test_threads_that_copy_pieces_of_swizzled_blocks_are_refused():

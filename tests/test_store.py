@@ -61,7 +61,7 @@ def test_a_damaged_manifest_is_not_trusted(folder, manifest):
 
 OTHER = {
     "dtype": "float16", "head_dim": 192, "value_dim": 32, "features": FULL if SPEC.features != FULL else CAUSAL,
-    "tile_m": 256, "tile_n": 128, "warps": 8, "stages": 3, "query_in_registers": False, "swizzle": False,
+    "tile_m": 256, "tile_n": 128, "warps": 8, "stages": 3, "query_held": "none", "swizzle": False,
     "split": True,
 }  # fmt: skip
 

@@ -89,12 +89,12 @@ def _sm_120_spec(prepared: forward.Call, architecture: Architecture):
     of = prepared.problem
     if architecture.name == arch.TARGET.name:
         raise Refused("this device runs it anyway")
-    return tiling.choose(of.dtype, of.head_dim, of.value_dim, of.features, arch.TARGET)
+    return tiling.choose_for(of, arch.TARGET, forward.multiprocessors(prepared.tensors[0].device))
 
 
 def tile_contestant(tile: Point) -> Contestant:
     """Our kernel with a tile that its table would not choose."""
-    fields = ("tile_m", "tile_n", "warps", "stages", "query_in_registers", "swizzle")
+    fields = ("tile_m", "tile_n", "warps", "stages", "query_held", "swizzle")
 
     def choose(prepared: forward.Call, architecture: Architecture):
         return replace(prepared.spec(architecture), **{name: getattr(tile, name) for name in fields})

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from .. import arch as architectures
 from .. import jit, store, tiling
 from ..arch import Architecture
+from ..problem import Problem
 from ..spec import CAUSAL, FULL, MAX_HEAD_DIM, VECTOR_ELEMENTS, ForwardSpec
+from . import rates
 from .space import PARAMETERS, Point, Workload
 
 LOG2_E = math.log2(math.e)
@@ -22,13 +24,28 @@ def shipped(workload: Workload, arch: Architecture) -> ForwardSpec:
     """What a call of this kind runs today. ValueError where the kernel does not take the head_dim."""
     if workload.head_dim % VECTOR_ELEMENTS or workload.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim: got {workload.head_dim}, takes multiples of 8 from 8 to {MAX_HEAD_DIM}")
-    features = CAUSAL if workload.causal else FULL
-    return tiling.choose(workload.dtype, workload.head_dim, workload.head_dim, features, arch)
+    return tiling.choose_for(_problem(workload), arch, rates.of(arch).sms)
+
+
+def _problem(of: Workload) -> Problem:
+    features = CAUSAL if of.causal else FULL
+    return Problem(
+        of.dtype, of.batch, of.query_len, of.key_len, of.heads, of.kv_heads, of.head_dim, of.head_dim, features
+    )
 
 
 def shipped_point(workload: Workload, arch: Architecture) -> Point:
     """The tile of ``shipped``."""
-    spec = shipped(workload, arch)
+    return _point_of(shipped(workload, arch))
+
+
+def shipped_points(workload: Workload, arch: Architecture) -> list[Point]:
+    """The tiles that calls of this kind run today, of many blocks and of few; ValueError as ``shipped``."""
+    of = shipped(workload, arch)
+    return [_point_of(spec) for spec in tiling.every(of.dtype, of.head_dim, of.value_dim, of.features, arch)]
+
+
+def _point_of(spec: ForwardSpec) -> Point:
     return Point(**{name: getattr(spec, name) for name in PARAMETERS if name in SPEC_FIELDS})
 
 

@@ -205,15 +205,15 @@ def layouts(
 ):
     """Draw the layouts of a tile into the folder ``into``, and count what they cost.
 
-    workload: its head_dim and dtype are what matters. point: by default what a call runs. Raises ValueError for a tile
-    that ``arch`` cannot have, as a search refuses it, and OSError for a folder that cannot be written to, before
-    anything is traced.
+    workload: its head_dim and dtype are what matters. point: by default what a call of many blocks runs. Raises
+    ValueError for a tile that ``arch`` cannot have, as a search refuses it, and OSError for a folder that cannot be
+    written to, before anything is traced.
     """
     require_tools()
     from . import binding, kernel_layouts, pictures, prune
 
-    shipped = binding.shipped_point(workload, arch)
-    point = shipped if point is None else point
+    shipped = binding.shipped_points(workload, arch)
+    point = shipped[0] if point is None else point
     both = [replace(point, swizzle=way) for way in (True, False)]
     specs = [binding.spec_of(x, workload, arch) for x in both]
     reason = prune.refusal(point, workload, arch)
@@ -223,7 +223,7 @@ def layouts(
     console.print("Tracing the kernel's layouts and drawing them: some 15 seconds.")
     versions = [kernel_layouts.extract(spec) for spec in specs]
     shown = versions[0 if swizzle else 1]
-    state = "as shipped" if point == shipped else f"shipped is {shipped.name}"
+    state = "as shipped" if point in shipped else f"shipped is {' or '.join(x.name for x in shipped)}"
     counted = Table(
         title=f"{point.name}, head_dim {workload.head_dim}: one tile each, {state if swizzle else 'swizzle removed'}"
     )
@@ -241,8 +241,8 @@ def layouts(
 
 
 def parse_tile(text: str) -> space.Point:
-    """ "128x64x8x2" or "128x64x8x2-q": tile_m, tile_n, warps, stages; with -q, Q in registers."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(-q)?", text)
+    """ "128x64x8x2" or "128x64x8x2-q": tile_m, tile_n, warps, stages; with -q Q in registers, with -h half of it."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:-([qh]))?", text)
     if match is None:
         raise ValueError(f"--tile: got {text!r}, takes TILE_MxTILE_NxWARPSxSTAGES such as 128x64x8x2 or 128x64x8x2-q")
-    return space.Point(*map(int, match.groups()[:4]), query_in_registers=match[5] is not None)
+    return space.Point(*map(int, match.groups()[:4]), query_held={None: "none", "h": "half", "q": "all"}[match[5]])

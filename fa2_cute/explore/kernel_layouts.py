@@ -101,14 +101,14 @@ class KernelLayouts:
     def wavefronts(self, opcode: str, steps: int) -> tuple[int, int]:
         """(wavefronts, wavefronts without conflicts) of all ``opcode`` in a block of ``steps`` key tiles.
 
-        ldmatrix reads Q again in every step, unless it stays in registers; cp.async writes it once.
+        ldmatrix reads Q again in every step, but for the columns that stay in registers; cp.async writes it once.
         """
-        once = {"cp.async"} | ({"ldmatrix"} if self.spec.query_in_registers else set())
         total = ideal = 0
         for access in self.accesses:
             if access.opcode != opcode:
                 continue
-            times = 1 if access.tile == "Q" and opcode in once else steps
+            held = min(col for _, col in access.lanes) < self.spec.held_columns
+            times = 1 if access.tile == "Q" and (held or opcode == "cp.async") else steps
             total += times * access.wavefronts
             ideal += times * len(access.phases)
         return total, ideal

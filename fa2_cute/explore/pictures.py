@@ -37,6 +37,7 @@ PHASES = {
     "cp.async": "#ff7f00",
     "other": "#bbbbbb",
 }
+_HELD = {"none": "", "half": ", half of Q in registers", "all": ", Q in registers"}
 STYLE = {
     "svg.fonttype": "none",  # text stays text: small files that can be searched
     "svg.hashsalt": "fa2_cute",  # the same picture gives the same file
@@ -254,9 +255,7 @@ def heatmap(found: Found) -> Figure:
     columns = sorted({p.tile_n for p in every})
 
     def row_of(point) -> tuple:
-        return tuple(
-            getattr(point, f) for f in ("tile_m", "warps", "stages", "query_in_registers", "swizzle", "warps_n")
-        )
+        return tuple(getattr(point, f) for f in ("tile_m", "warps", "stages", "query_held", "swizzle", "warps_n"))
 
     rows = sorted({row_of(p) for p in every})
     values = {(row_of(r.point), r.point.tile_n): tflops(r, found.workload) for r in good}
@@ -289,8 +288,7 @@ def heatmap(found: Found) -> Figure:
     ax.set_ylim(len(rows), 0)
     ax.set_xticks([x + 0.5 for x in range(len(columns))], [str(c) for c in columns])
     labels = [
-        f"{m} rows, {w} warps, {s} stages" + (", Q in registers" if q else "") + ("" if z else ", no swizzle")
-        for m, w, s, q, z, _ in rows
+        f"{m} rows, {w} warps, {s} stages" + _HELD[q] + ("" if z else ", no swizzle") for m, w, s, q, z, _ in rows
     ]
     ax.set_yticks([y + 0.5 for y in range(len(rows))], labels, fontsize=6)
     ax.tick_params(length=0)

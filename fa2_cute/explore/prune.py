@@ -24,7 +24,7 @@ def refusal(point: Point, workload: Workload, arch: Architecture) -> str | None:
         return f"needs {spec.shared_bytes / KIB:g} KiB, {arch.name} gives a block {arch.shared_block_bytes / KIB:g}"
     rows = spec.rows_a_warp // 16  # m16n8 accumulator rows of a warp
     accumulators = rows * (spec.value_dim + 7) // 8 * 4 + rows * spec.tile_n // 8 * 4
-    fragments = rows * spec.head_width // 16 * 4 if spec.query_in_registers else 0
+    fragments = rows * spec.held_columns // 16 * 4
     held = accumulators + fragments
     names = "O, S and Q" if fragments else "O and S"
     if held + LEAST_OTHER_REGISTERS > MAX_REGISTERS:

@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..spec import QUERY_HELD
+
 KIB = 1024
 
 
-def _parameter(default, values: tuple, says: str, mark: str = ""):
+def _parameter(default, values: tuple, says: str, mark: str | dict[str, str] = ""):
     return field(default=default, metadata={"values": values, "says": says, "mark": mark})
 
 
@@ -19,16 +21,16 @@ class Point:
     """One choice of every parameter that may be varied.
 
     A new parameter is one line here: its default, the values that a search tries, what it is, and what marks another
-    value in a point's name. Its name is the field of ``ForwardSpec`` that it sets; while the kernel has no such field
-    only the default can be had.
+    value in a point's name (words have a mark each). Its name is the field of ``ForwardSpec`` that it sets; while the
+    kernel has no such field only the default can be had.
     """
 
     tile_m: int = _parameter(128, (64, 128), "query rows a block")
     tile_n: int = _parameter(64, (32, 48, 64, 96, 128), "keys a step")
     warps: int = _parameter(4, (4, 8), "warps a block")
     stages: int = _parameter(2, (2, 3), "tiles in the K ring and in the V ring")
-    query_in_registers: bool = _parameter(
-        False, (False, True), "Q's fragments stay in registers; else read each step", "q"
+    query_held: str = _parameter(
+        "none", QUERY_HELD, "how much of Q stays in registers; the rest is read each step", {"half": "h", "all": "q"}
     )
     swizzle: bool = _parameter(
         True, (True,), "permute 16-byte chunks of shared memory so that banks do not collide", "plain"
@@ -39,15 +41,19 @@ class Point:
     def name(self) -> str:
         """ "128x64x8x2-q": tile_m, tile_n, warps, stages, and a mark for what differs from its default beyond them."""
         marks = [
-            f.metadata["mark"] + ("" if isinstance(f.default, bool) else str(getattr(self, f.name)))
-            for f in _FIELDS[4:]
-            if getattr(self, f.name) != f.default
+            _mark(f.metadata["mark"], getattr(self, f.name)) for f in _FIELDS[4:] if getattr(self, f.name) != f.default
         ]
         return "-".join([f"{self.tile_m}x{self.tile_n}x{self.warps}x{self.stages}", *marks])
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+
+def _mark(mark: str | dict[str, str], value) -> str:
+    if isinstance(value, str):
+        return mark[value]
+    return mark if isinstance(value, bool) else f"{mark}{value}"
 
 
 _FIELDS = dataclasses.fields(Point)
@@ -129,15 +135,19 @@ def parse_vary(texts: Iterable[str]) -> dict[str, tuple]:
         name = name.strip().replace("-", "_")
         if name not in PARAMETERS or not equals:
             raise ValueError(f"--vary: got {text!r}, takes NAME=VALUE,VALUE with NAME one of {', '.join(PARAMETERS)}")
-        kind = type(PARAMETERS[name].default)
-        found[name] = tuple(_value(name, kind, item.strip()) for item in listed.split(","))
+        found[name] = tuple(_value(PARAMETERS[name], item.strip()) for item in listed.split(","))
     return found
 
 
 _WORDS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
 
-def _value(name: str, kind: type, text: str):
+def _value(parameter: dataclasses.Field, text: str):
+    name, kind = parameter.name, type(parameter.default)
+    if kind is str:
+        if text not in parameter.metadata["values"]:
+            raise ValueError(f"--vary: {name}: got {text!r}, takes {', '.join(parameter.metadata['values'])}")
+        return text
     if kind is bool:
         if text.lower() not in _WORDS:
             raise ValueError(f"--vary: {name}: got {text!r}, takes yes or no")

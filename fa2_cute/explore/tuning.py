@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .space import Point
 
 VARIABLE = "FA2_CUTE_TUNING"
-FORMAT = 1
-TILE_FIELDS = ("tile_m", "tile_n", "warps", "stages", "query_in_registers", "swizzle")
+FORMAT = 2
+TILE_FIELDS = ("tile_m", "tile_n", "warps", "stages", "query_held", "swizzle")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ProblemClass:
         return f"{self.dtype} {self.head_dim} {self.value_dim} {'causal' if self.causal else 'full'}"
 
 
-def tuned(problem: ProblemClass, device: str) -> dict[str, int] | None:
+def tuned(problem: ProblemClass, device: str) -> dict[str, int | str] | None:
     """Fields of ``ForwardSpec`` to set for ``problem`` on ``device`` (as torch names it), or None.
 
     None at once where ``FA2_CUTE_TUNING`` is not set. The file is read once for each of its versions. ValueError where
@@ -57,14 +57,14 @@ def destination() -> Path:
     return Path(os.environ[VARIABLE])
 
 
-def tile_of(point: Point) -> dict[str, int]:
+def tile_of(point: Point) -> dict[str, int | str]:
     """What of ``point`` is written: all that the kernel's specification has."""
     from . import binding
 
     return {name: getattr(point, name) for name in TILE_FIELDS if name in binding.SPEC_FIELDS}
 
 
-def apply(tile: dict[str, int], problem: ProblemClass, device: str, note: str, path: Path | None = None) -> Path:
+def apply(tile: dict[str, int | str], problem: ProblemClass, device: str, note: str, path: Path | None = None) -> Path:
     """Write that ``problem`` on ``device`` takes ``tile`` to ``path``, by default the file of ``FA2_CUTE_TUNING``.
 
     Other entries of the file stay. ``note`` says where the tile comes from. ValueError where no file is named.
@@ -95,7 +95,7 @@ def _load(path: Path) -> dict:
             raise KeyError("format")
         for classes in data["devices"].values():
             for tile in classes.values():
-                if not set(tile) <= set(TILE_FIELDS) or not all(isinstance(x, int) for x in tile.values()):
+                if not set(tile) <= set(TILE_FIELDS) or not all(isinstance(x, (int, str)) for x in tile.values()):
                     raise TypeError
         data["notes"].items()
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, Uint64
 
 from . import layouts
-from .place import opaque
+from .place import anew, opaque
 
 
 @dataclass(frozen=True)
@@ -119,22 +119,29 @@ class Ring:
     rows        the sequence's rows of K or V in global memory
     sX          (tile_n, width, stages)
     lines       through this thread's first vector of key tile 0: its own row is in the base, so that what is added for
-                a tile is the same for all threads
+                a tile is the same for all threads. None: made anew for each tile, some twenty instructions that keep
+                two registers free
     """
 
     copy: layouts.RowCopy
     tidx: Int32
     rows: Rows
     sX: cute.Tensor
-    lines: Lines
+    lines: Lines | None
 
 
-def make_ring(copy: layouts.RowCopy, tidx: Int32, rows: Rows, sX: cute.Tensor) -> Ring:
-    """The ring of ``rows`` in sX (tile_n, width, stages)."""
+def ring_lines(copy: layouts.RowCopy, tidx: Int32, rows: Rows, sX: cute.Tensor) -> Lines:
+    """``Ring.lines`` of thread ``tidx``."""
     tXcX = copy.tiled.get_slice(tidx).partition_D(cute.make_identity_tensor(flat_shape(sX)))
     first_row, first_col = tXcX[0, 0, 0]
     lines = make_lines(rows, first_col)
-    return Ring(copy, tidx, rows, sX, Lines(lines.at(first_row), lines.row_bytes))
+    return Lines(lines.at(first_row), lines.row_bytes)
+
+
+def make_ring(copy: layouts.RowCopy, tidx: Int32, rows: Rows, sX: cute.Tensor, keeps_lines: bool = True) -> Ring:
+    """The ring of ``rows`` in sX (tile_n, width, stages)."""
+    lines = ring_lines(copy, tidx, rows, sX) if keeps_lines else None
+    return Ring(copy, tidx, rows, sX, lines)
 
 
 @cute.jit
@@ -147,15 +154,18 @@ def load_last_tile(ring: Ring, tile: Int32, slot: Int32, zero_past_end: cutlass.
 @cute.jit
 def load_tile(ring: Ring, tile: Int32, slot: Int32):
     """Key tile ``tile``, all of whose rows exist, into ``slot``."""
-    copy, mX = ring.copy, ring.rows.mX
-    thr_copy = copy.tiled.get_slice(ring.tidx)
+    copy, mX, tidx, lines = ring.copy, ring.rows.mX, ring.tidx, ring.lines
+    if cutlass.const_expr(lines is None):
+        tidx = anew(tidx, tile)
+        lines = ring_lines(copy, tidx, ring.rows, ring.sX)
+    thr_copy = copy.tiled.get_slice(tidx)
     tXsX = thr_copy.partition_D(ring.sX)
     tXcX = thr_copy.partition_D(cute.make_identity_tensor(flat_shape(ring.sX)))
     tile_n, _ = flat_shape(ring.sX)
     layout = cute.make_layout((tXsX.shape[0],))
     whole, width = _whole_passes(copy, mX), mX.shape[1]
     for i in cutlass.range_constexpr(cute.size(tXsX.shape[1])):
-        address = ring.lines.at(tile * tile_n + i * copy.rows)
+        address = lines.at(tile * tile_n + i * copy.rows)
         for j in cutlass.range_constexpr(cute.size(tXsX.shape[2])):
             if cutlass.const_expr(j < whole) or tXcX[0, 0, j][1] < width:
                 vector = vector_at(mX, address + j * copy.lanes * layouts.VECTOR_BYTES, layout)

@@ -80,8 +80,8 @@ class Mainloop:
 class Shared:
     """A block's shared memory.
 
-    sQ (tile_m, head_width, 1), and in its place sO (tile_m, value_width); sK (tile_n, head_width, stages), sV (tile_n,
-    value_width, stages).
+    sK (tile_n, head_width, stages), sV (tile_n, value_width, stages); sQ (tile_m, head_width, 1), and in its place sO
+    (tile_m, value_width). Where half of Q is held, its columns lie at the end of sV until they are.
     """
 
     sQ: cute.Tensor
@@ -256,7 +256,7 @@ class Forward:
         if loop.tiles.end > loop.tiles.begin:
             self.load_queries(inputs, shared, loop)
 
-        few = loop.tiles.end - loop.tiles.begin <= max(FOLLOWED_KEYS // spec.tile_n, 1)
+        few = self.are_few(loop.tiles)
         if cutlass.const_expr(spec.reference == "trailing"):
             slack = Float32(0.0) if few else Float32(softmax.RESCALE_SLACK)
             self.follow(loop, slack)
@@ -287,12 +287,24 @@ class Forward:
         state: softmax.SoftmaxState,
         acc_O: cute.Tensor,
     ):
-        """All steps over, with the maximum for a reference."""
+        """All steps over, with the maximum for a reference; or for the first time, if the keys are few."""
         work = self.work_again(inputs, here, work)
         loop = self.mainloop(inputs, shared, here.thread, work, state, acc_O)
+        again = ~self.are_few(loop.tiles)
+        if cutlass.const_expr(not self.spec.query_makes_room):
+            again = Boolean(False)  # Q is still there
+        if again:
+            self.load_queries(inputs, shared, loop)
         self.start(loop)
-        self.steps(loop, loop.tiles.end, loop.tiles.begin, "some", Float32(0.0))
+        if cutlass.const_expr(self.spec.query_makes_room):
+            self.steps_in_slices(loop)
+        else:
+            self.steps(loop, loop.tiles.end, loop.tiles.begin, "some", Float32(0.0))
         softmax.conclude_followed(state, loop.scale)
+
+    def are_few(self, tiles: schedule.KeyRange) -> Boolean:
+        """Whether the keys are so few that the maximum is followed at once."""
+        return tiles.end - tiles.begin <= max(FOLLOWED_KEYS // self.spec.tile_n, 1)
 
     @cute.jit
     def allocate_shared(self) -> Shared:
@@ -300,13 +312,21 @@ class Forward:
         spec, dtype = cutlass.const_expr(self.spec), self.dtype
         smem = cutlass.memory.SmemAllocator()
         widest = max(spec.head_width, spec.value_width)
-        rows = smem.allocate_tensor(dtype, self.smem_layout(spec.tile_m, widest), byte_alignment=1024)
-        sQ = cute.make_tensor(rows.iterator, self.smem_layout(spec.tile_m, spec.head_width, 1))
-        sO = cute.make_tensor(rows.iterator, self.smem_layout(spec.tile_m, spec.value_width))
         ring_K = self.smem_layout(spec.tile_n, spec.head_width, spec.stages)
         ring_V = self.smem_layout(spec.tile_n, spec.value_width, spec.stages)
-        sK = smem.allocate_tensor(dtype, ring_K, byte_alignment=1024)
-        sV = smem.allocate_tensor(dtype, ring_V, byte_alignment=1024)
+        if cutlass.const_expr(spec.query_makes_room):
+            sK = smem.allocate_tensor(dtype, ring_K, byte_alignment=1024)
+            sV = smem.allocate_tensor(dtype, ring_V, byte_alignment=1024)
+            rest = self.smem_layout(spec.tile_m, widest - spec.held_columns)
+            # The first columns of a tile are the first in memory (layouts.smem_layout): these are in V's place.
+            rows = smem.allocate_tensor(dtype, rest, byte_alignment=1024).iterator - spec.tile_m * spec.held_columns
+        else:
+            # In this order: with K first ptxas makes a loop with spills at head_dim 128, causal, on sm_90.
+            rows = smem.allocate_tensor(dtype, self.smem_layout(spec.tile_m, widest), byte_alignment=1024).iterator
+            sK = smem.allocate_tensor(dtype, ring_K, byte_alignment=1024)
+            sV = smem.allocate_tensor(dtype, ring_V, byte_alignment=1024)
+        sQ = cute.make_tensor(rows, self.smem_layout(spec.tile_m, spec.head_width, 1))
+        sO = cute.make_tensor(rows, self.smem_layout(spec.tile_m, spec.value_width))
         return Shared(sQ, sK, sV, sO)
 
     def smem_layout(self, rows: int, cols: int, stages: int | None = None):
@@ -339,11 +359,9 @@ class Forward:
             work=work,
             tiles=tiles,
             tidx=tidx,
-            operands=products.partition(
-                tiled_mma, tidx, sQ, shared.sK, sVt, spec.head_dim, holds_Q=spec.query_in_registers
-            ),
-            ring_K=make_ring(self.row_copy(spec.head_width), tidx, gK, shared.sK),
-            ring_V=make_ring(self.row_copy(spec.value_width), tidx, gV, shared.sV),
+            operands=products.partition(tiled_mma, tidx, sQ, shared.sK, sVt, spec.head_dim, spec.held_columns),
+            ring_K=make_ring(self.row_copy(spec.head_width), tidx, gK, shared.sK, self.keeps_lines),
+            ring_V=make_ring(self.row_copy(spec.value_width), tidx, gV, shared.sV, self.keeps_lines),
             modifiers=modifiers,
             visible=mask.Visibility(
                 work.first_row, work.query_len, work.key_len, inputs.window_left, inputs.window_right
@@ -356,6 +374,12 @@ class Forward:
 
     def tiled_mma(self) -> cute.TiledMma:
         return products.make_tiled_mma(self.dtype, self.spec.warps, self.spec.rows_a_warp // 16)
+
+    @property
+    def keeps_lines(self) -> bool:
+        """Whether the addresses that the rings' copies start from are kept in registers: not where half of Q is, and
+        what a mask needs besides."""
+        return not self.spec.query_makes_room
 
     def row_copy(self, width: int) -> layouts.RowCopy:
         return layouts.async_row_copy(self.dtype, self.spec.threads, self.spec.copy_lanes(width))
@@ -371,12 +395,27 @@ class Forward:
         if cutlass.const_expr(spec.head_width > spec.head_dim):
             zero_columns(tidx, spec.threads, shared.sQ, spec.head_dim)
             zero_columns(tidx, spec.threads, shared.sK, spec.head_dim)
-        if cutlass.const_expr(spec.value_width > spec.value_dim):
-            zero_columns(tidx, spec.threads, shared.sV, spec.value_dim)
+        if cutlass.const_expr(not spec.query_makes_room):
+            self.zero_values(loop)
         if inputs.scale_log2 < 0.0:  # the row maximum belongs to the largest probability only if c is positive
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             negate_own(copy, tidx, shared.sQ[None, None, 0], spec.head_dim)
+
+    @cute.jit
+    def zero_values(self, loop: Mainloop):
+        """Zeros where V's rows are padded."""
+        spec = cutlass.const_expr(self.spec)
+        if cutlass.const_expr(spec.value_width > spec.value_dim):
+            zero_columns(loop.tidx, spec.threads, loop.ring_V.sX, spec.value_dim)
+
+    @cute.jit
+    def make_room(self, loop: Mainloop):
+        """Once this thread's copies of Q have landed: take what is held of it, and leave its place to V."""
+        cute.arch.sync_threads()  # the copies of all threads have
+        products.load_queries(loop.operands)
+        cute.arch.sync_threads()  # all warps have taken theirs
+        self.zero_values(loop)
 
     @cute.jit
     def finish(
@@ -397,7 +436,9 @@ class Forward:
         row_lse = softmax.finish(state, acc_O, sink)
         tiled_mma = self.tiled_mma()
         fence = None  # at least one barrier has passed since Q was read
-        if cutlass.const_expr(not spec.query_in_registers):
+        if cutlass.const_expr(spec.query_makes_room):
+            fence = cutlass.const_expr("block")
+        elif cutlass.const_expr(spec.query_held == "none"):
             fence = cutlass.const_expr("warp" if spec.head_width == spec.value_width else "block")
         lanes = cutlass.const_expr(8 if spec.value_width % 64 == 0 else 4)
         mO_head = inputs.mO[work.b, None, work.head, None]
@@ -486,7 +527,7 @@ class Forward:
         tiles = loop.tiles
         slack = Float32.inf if cutlass.const_expr(self.spec.features.right) else Float32(0.0)
         end, referenced = tiles.end, tiles.referenced
-        if cutlass.const_expr(self.spec.query_in_registers and not self.spec.features.left):
+        if cutlass.const_expr(self.spec.begins_with_two_tiles):
             self.first_two_steps(loop, slack)
             end = end - 2
             referenced = cutlass.min(referenced, end)
@@ -513,11 +554,15 @@ class Forward:
         if end > loop.tiles.begin:
             # What K holds past the end is masked; V's rows there meet P = 0, and 0 * inf would be NaN.
             load_last_tile(loop.ring_K, end - 1, Int32(0), zero_past_end=False)
+            if cutlass.const_expr(self.spec.query_makes_room):
+                cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_wait_group(0)
+                self.make_room(loop)
             load_last_tile(loop.ring_V, end - 1, Int32(0), zero_past_end=True)
         cute.arch.cp_async_commit_group()
         for t in cutlass.range_constexpr(1, stages - 1):
             self.load_tile(loop, end - 1 - t, Int32(t))
-        if cutlass.const_expr(self.spec.query_in_registers):
+        if cutlass.const_expr(self.spec.query_held == "all"):
             cute.arch.cp_async_wait_group(stages - 2)
             cute.arch.sync_threads()
             if end > loop.tiles.begin:
@@ -538,6 +583,9 @@ class Forward:
         cute.arch.cp_async_commit_group()
         load_tile(loop.ring_K, last - 1, Int32(1))
         cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(self.spec.query_makes_room):
+            cute.arch.cp_async_wait_group(1)
+            self.make_room(loop)
         load_last_tile(loop.ring_V, last, Int32(0), zero_past_end=True)
         load_tile(loop.ring_V, last - 1, Int32(1))
         cute.arch.cp_async_commit_group()
@@ -545,12 +593,12 @@ class Forward:
             self.load_tile(loop, last - t, Int32(t))
         next_tile = last - stages
 
-        both = self.allocate_scores(2)
+        both = self.allocate_scores(2 * self.spec.tile_n)
         of_tile = [products.of_keys(both, 2, (t * self.spec.tile_n, (t + 1) * self.spec.tile_n)) for t in range(2)]
         for t in cutlass.range_constexpr(2):
             cute.arch.cp_async_wait_group(stages - t)
             cute.arch.sync_threads()
-            if cutlass.const_expr(t == 0 and not self.overlaps_first_steps):
+            if cutlass.const_expr(t == 0 and self.spec.query_held == "all" and not self.overlaps_first_steps):
                 products.load_queries(loop.operands)
             self.first_scores(loop, last - t, t, of_tile[t])
         cute.arch.cp_async_wait_group(stages - 2)
@@ -566,7 +614,7 @@ class Forward:
                 if next_tile >= loop.tiles.begin:
                     load_tile(loop.ring_V, next_tile, Int32(0))
                 cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(self.overlaps_first_steps):
+        if cutlass.const_expr(self.overlaps_first_steps and not self.spec.query_makes_room):
             # Only now, so that the registers were free; Q is in shared memory until ``finish``.
             products.load_queries(loop.operands)
         # Opaque: LLVM would make the loop behind this for a known slot first, and shuffle registers in it.
@@ -588,7 +636,10 @@ class Forward:
         keys = cutlass.const_expr((0, self.spec.tile_n))
         if cutlass.const_expr(self.overlaps_first_steps):
             # In the order of MMAs of the steps behind: another one, and ptxas makes a slower loop of those (measured).
-            products.multiply_QK(replace(loop.operands, holds_Q=False), Int32(slot), acc_S, keys)
+            operands = loop.operands
+            if cutlass.const_expr(not self.spec.query_makes_room):
+                operands = replace(operands, held_QK=0)
+            products.multiply_QK(operands, Int32(slot), acc_S, keys)
         elif self.sees_any(loop, n_tile):
             cute.arch.sync_warp()  # keeps this a branch
             products.multiply_QK(loop.operands, Int32(slot), acc_S, keys)
@@ -624,9 +675,9 @@ class Forward:
         """The keys of a tile, 16 at a time: (begin, end)."""
         return [(key, key + 16) for key in range(0, self.spec.tile_n, 16)]
 
-    def allocate_scores(self, tiles: int) -> cute.Tensor:
-        """Registers for this thread's scores of ``tiles`` key tiles."""
-        shape = self.tiled_mma().get_slice(0).partition_shape_C((self.spec.tile_m, tiles * self.spec.tile_n))
+    def allocate_scores(self, keys: int) -> cute.Tensor:
+        """Registers for this thread's scores of ``keys`` keys."""
+        shape = self.tiled_mma().get_slice(0).partition_shape_C((self.spec.tile_m, keys))
         return cute.make_rmem_tensor(shape, Float32)
 
     @cute.jit
@@ -655,6 +706,36 @@ class Forward:
             self.step(loop, n_tile, masked, slack)
 
     @cute.jit
+    def steps_in_slices(self, loop: Mainloop):
+        """All key tiles, 16 keys at a time in a loop of their own, which follows the maximum and masks where it must:
+        short, and of few registers beside those of Q."""
+        width = cutlass.const_expr(16)
+        slices = cutlass.const_expr(self.spec.tile_n // width)
+        for n_tile in cutlass.range(loop.tiles.end - 1, loop.tiles.begin - 1, -1, unroll=1):
+            slot = self.arrive(loop)
+            self.load_next(loop, n_tile, slot)
+            for i in cutlass.range(slices, unroll=1):
+                acc_S, first_key = self.allocate_scores(width), i * width
+                products.multiply_QK(loop.operands, slot, acc_S, (0, width), first_key)
+                self.modify_and_mask(loop, n_tile, acc_S, "some", first_key)
+                softmax.follow_maximum(loop.state, acc_S, loop.acc_O, loop.scale, Float32(0.0))
+                self.add_values(loop, slot, acc_S, (0, width), first_key)
+            self.leave(loop, slot)
+
+    @cute.jit
+    def arrive(self, loop: Mainloop) -> Int32:
+        """The current tile's slot, once K, V (and Q) of all threads are visible there and all warps are past the
+        previous step: its slot is free."""
+        cute.arch.cp_async_wait_group(self.spec.stages - 2)
+        cute.arch.sync_threads()
+        return loop.slot[0]
+
+    @cute.jit
+    def leave(self, loop: Mainloop, slot: Int32):
+        """On to the slot behind ``slot``."""
+        loop.slot[0] = slot + 1 if slot < self.spec.stages - 1 else Int32(0)
+
+    @cute.jit
     def step(self, loop: Mainloop, n_tile: Int32, masked: cutlass.Constexpr, slack: Float32 | None):
         """Attend to key tile ``n_tile``.
 
@@ -662,16 +743,13 @@ class Forward:
         reference trails the row maximum (softmax.follow_maximum), or None: every row keeps the reference it has.
         """
         spec = cutlass.const_expr(self.spec)
-        slot = loop.slot[0]
-        cute.arch.cp_async_wait_group(spec.stages - 2)
-        # K, V (and Q) of all threads are visible; all warps are past the previous step: its slot is free.
-        cute.arch.sync_threads()
+        slot = self.arrive(loop)
         plain = cutlass.const_expr(masked == "none" and slack is None and loop.modifiers is None)
-        if cutlass.const_expr(plain and spec.query_in_registers):
+        if cutlass.const_expr(plain and spec.query_held == "all"):
             self.attend_in_parts(loop, n_tile, slot)
         else:
             self.attend_keys(loop, n_tile, slot, masked, slack)
-        loop.slot[0] = slot + 1 if slot < spec.stages - 1 else Int32(0)
+        self.leave(loop, slot)
 
     @cute.jit
     def load_next(self, loop: Mainloop, n_tile: Int32, slot: Int32):
@@ -693,9 +771,11 @@ class Forward:
         cost spills in all loops.
         """
         spec = cutlass.const_expr(self.spec)
-        acc_S = self.allocate_scores(1)
+        acc_S = self.allocate_scores(spec.tile_n)
         keys = cutlass.const_expr((0, spec.tile_n))
-        at_an_edge = cutlass.const_expr(masked != "none" and (spec.features.left or spec.features.right))
+        at_an_edge = cutlass.const_expr(
+            masked != "none" and (spec.features.left or spec.features.right or spec.query_makes_room)
+        )
         # Not at the left edge of a pass that keeps its references: beside the plain loop that costs spills.
         if cutlass.const_expr(not at_an_edge or slack is None):
             products.multiply_QK(loop.operands, slot, acc_S, keys)
@@ -726,29 +806,45 @@ class Forward:
         # In the order in which they overlap: for whole tiles ptxas puts fewer exponentials beside MMAs. (Where Q is in
         # registers and the plain loop goes by parts anyway, it makes that loop longer.)
         whole = cutlass.const_expr([(0, self.spec.tile_n)])
-        for keys in cutlass.const_expr(whole if self.spec.query_in_registers else self.parts()):
+        for keys in cutlass.const_expr(whole if self.spec.query_held == "all" else self.parts()):
             self.add_values(loop, slot, products.of_keys(acc_S, 2, keys), keys)
 
     @cute.jit
-    def modify_and_mask(self, loop: Mainloop, n_tile: Int32, acc_S: cute.Tensor, masked: cutlass.Constexpr):
-        """What comes between Q K^T and the softmax. masked: as in ``step``."""
+    def modify_and_mask(
+        self,
+        loop: Mainloop,
+        n_tile: Int32,
+        acc_S: cute.Tensor,
+        masked: cutlass.Constexpr,
+        first_key: Int32 | cutlass.Constexpr = 0,
+    ):
+        """What comes between Q K^T and the softmax, from key ``first_key`` of the tile on. masked: as in ``step``."""
         spec, visible = cutlass.const_expr(self.spec), loop.visible
-        tScS = loop.operands.thr_mma.partition_C(cute.make_identity_tensor((spec.tile_m, spec.tile_n)))
+        keys = cutlass.const_expr(cute.size(acc_S.shape[2]) * products.MMA_SHAPE[1])
+        tScS = loop.operands.thr_mma.partition_C(cute.make_identity_tensor((spec.tile_m, keys)))
+        first_key = n_tile * spec.tile_n + first_key
         if cutlass.const_expr(loop.modifiers is not None):
-            first_key = n_tile * spec.tile_n
             scores.modify(loop.modifiers, acc_S, tScS, visible.first_row, first_key, visible.query_len, visible.key_len)
         if cutlass.const_expr(masked == "all"):
-            mask.apply_mask(visible, acc_S, tScS, n_tile, spec.tile_n)
+            mask.apply_mask(visible, acc_S, tScS, first_key)
         elif cutlass.const_expr(masked == "some"):
-            self.mask_if_cut(loop, acc_S, tScS, n_tile)
+            self.mask_if_cut(loop, acc_S, tScS, n_tile, first_key)
 
     @cute.jit
-    def add_values(self, loop: Mainloop, slot: Int32, acc_S: cute.Tensor, keys: cutlass.Constexpr):
-        """Turn the scores of the keys [begin, end) = ``keys`` of a tile into probabilities, and add P V to O."""
+    def add_values(
+        self,
+        loop: Mainloop,
+        slot: Int32,
+        acc_S: cute.Tensor,
+        keys: cutlass.Constexpr,
+        first_key: Int32 | cutlass.Constexpr = 0,
+    ):
+        """Turn the scores of the keys [begin, end) = ``keys`` from ``first_key`` on of a tile into probabilities, and
+        add P V to O."""
         softmax.exponentiate(loop.state, acc_S, loop.scale)
         rP = cute.make_rmem_tensor_like(acc_S, self.dtype)
         rP.store(acc_S.load().to(self.dtype))
-        products.multiply_PV(loop.operands, slot, rP, loop.acc_O, keys)
+        products.multiply_PV(loop.operands, slot, rP, loop.acc_O, keys, first_key)
 
     @cute.jit
     def attend_in_parts(self, loop: Mainloop, n_tile: Int32, slot: Int32):
@@ -758,7 +854,7 @@ class Forward:
         stream of MMAs with exponentials between them. (With Q in shared memory each part would read it again.)
         """
         parts = cutlass.const_expr(self.parts())
-        acc_S = self.allocate_scores(1)
+        acc_S = self.allocate_scores(self.spec.tile_n)
         of_part = [products.of_keys(acc_S, 2, keys) for keys in parts]
         products.multiply_QK(loop.operands, slot, of_part[0], parts[0])
         self.load_next(loop, n_tile, slot)
@@ -768,11 +864,12 @@ class Forward:
             self.add_values(loop, slot, of_part[i], parts[i])
 
     @cute.jit
-    def mask_if_cut(self, loop: Mainloop, acc_S: cute.Tensor, tScS: cute.Tensor, n_tile: Int32):
-        """Mask key tile ``n_tile`` if some row does not see all of it."""
+    def mask_if_cut(self, loop: Mainloop, acc_S: cute.Tensor, tScS: cute.Tensor, n_tile: Int32, first_key: Int32):
+        """Mask what there is of key tile ``n_tile``, from key ``first_key`` of the sequence on, if some row does not
+        see all of the tile."""
         if (n_tile >= loop.tiles.plain_end) | (n_tile < loop.tiles.plain_begin):
             cute.arch.sync_warp()  # keeps this a branch
-            mask.apply_mask(loop.visible, acc_S, tScS, n_tile, self.spec.tile_n)
+            mask.apply_mask(loop.visible, acc_S, tScS, first_key)
 
 
 @cute.jit

@@ -32,9 +32,9 @@ class LaneRows:
     slot_bytes: int
     layout: cute.Layout
 
-    def in_slot(self, slot: Int32) -> Int32:
-        """``base`` in ``slot``."""
-        return self.base + slot * self.slot_bytes
+    def in_slot(self, slot: Int32, first_row: Int32 | int = 0) -> Int32:
+        """``base`` in ``slot``, ``first_row`` rows further on: a multiple of 8."""
+        return self.base + slot * self.slot_bytes + first_row * (self.atom_cols * self.dtype.width // 8)
 
     def address(self, base: Int32, row: int, col: int) -> Int32:
         """Of the 16 bytes ``row`` rows and ``col`` columns from those at ``base``: multiples of 8 and 16."""

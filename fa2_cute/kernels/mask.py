@@ -24,18 +24,18 @@ class Visibility:
 
 
 @cute.jit
-def apply_mask(visible: Visibility, acc_S: cute.Tensor, tScS: cute.Tensor, n_tile: Int32, tile_n: cutlass.Constexpr):
-    """Set the scores of key tile ``n_tile`` that a row must not see to -inf.
+def apply_mask(visible: Visibility, acc_S: cute.Tensor, tScS: cute.Tensor, first_key: Int32):
+    """Set the scores of the keys from ``first_key`` on that a row must not see to -inf.
 
-    tScS: (row, key) within the tile for each element of this thread's accumulator.
+    tScS: (row of the query tile, key from first_key on) for each element of this thread's accumulator.
     """
     rS, cS = accumulator_rows(acc_S), accumulator_rows(tScS)
     keys = [cS[0, c][1] for c in range(cute.size(rS.shape[1]))]
-    first_key, unseen = n_tile * tile_n, Float32(-Float32.inf)
+    unseen = Float32(-Float32.inf)
     offset = visible.key_len - visible.query_len - first_key
     for r in cutlass.range_constexpr(cute.size(rS.shape[0])):
         row = visible.first_row + cS[r, 0][0]
-        end = visible.key_len - first_key  # keys [begin, end) of this tile are what row r sees
+        end = visible.key_len - first_key  # keys [begin, end) from first_key on are what row r sees
         if cutlass.const_expr(visible.right is not None):
             end = cutlass.min(end, row + (offset + visible.right) + 1)
         if cutlass.const_expr(visible.left is not None):

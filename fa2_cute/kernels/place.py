@@ -32,6 +32,16 @@ def read_again() -> Place:
     return Place(*(opaque(value) for value in (here.thread, here.block_x, here.block_y, here.block_z)))
 
 
+def anew(value: Int32, varying: Int32) -> Int32:
+    """``value``, as if it depended on ``varying``, which is not negative: what is computed from it in a loop over
+    ``varying`` is computed anew in each iteration rather than kept in registers."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 zero; shr.s32 zero, {$r1}, 31; add.s32 {$w0}, {$r0}, zero; }",
+        write_only_types=[Int32],
+        read_only_args=[value, varying],
+    )
+
+
 def opaque(value: Int32) -> Int32:
     """``value``, as a 32-bit register of which LLVM knows nothing more: it then neither widens nor recombines it."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[type(value)], read_only_args=[value])

@@ -23,7 +23,8 @@ class Products:
     sQ, sK, sVt         what its ldmatrix reads of the shared tiles
     tSrQ, tSrK, tOrV    MMA operand registers
     steps_QK            steps of 16 elements along the head dimension: zeros beyond are not multiplied
-    holds_Q             tSrQ holds all of Q (``load_queries``), else each product reads its fragments again
+    held_QK             of the first so many of them tSrQ holds Q's fragments (``load_queries``), of the others each
+                        product reads them again
     together            number of keys whose MMAs are issued for all of a warp's rows before those of the next keys:
                         the order of the MMAs is the source's
     """
@@ -40,7 +41,7 @@ class Products:
     tSrK: cute.Tensor
     tOrV: cute.Tensor
     steps_QK: int
-    holds_Q: bool
+    held_QK: int
     together: int
 
 
@@ -61,9 +62,13 @@ def partition(
     sK: cute.Tensor,
     sVt: cute.Tensor,
     head_dim: int,
-    holds_Q: bool,
+    held_columns: int,
 ) -> Products:
-    """sQ (tile_m, head_width), sK (tile_n, head_width, stages), sVt (value_width, tile_n, stages)."""
+    """sQ (tile_m, head_width), sK (tile_n, head_width, stages), sVt (value_width, tile_n, stages).
+
+    head_dim: the columns of Q and K beyond are zero. held_columns: the first columns of Q, whose fragments are to be
+    read once.
+    """
     thr_mma = tiled_mma.get_slice(tidx)
     atom, atom_transposed = (
         layouts.ldmatrix_atom(sQ.element_type),
@@ -74,6 +79,8 @@ def partition(
     copy_V = cute.make_tiled_copy_B(atom_transposed, tiled_mma)
     tile_m, head_width = cute.size(sQ.shape[0]), cute.size(sQ.shape[1])
     tile_n, value_width = cute.size(sK.shape[0]), cute.size(sVt.shape[0])
+    steps_QK = (head_dim + MMA_SHAPE[2] - 1) // MMA_SHAPE[2]
+    held_QK = min(held_columns // MMA_SHAPE[2], steps_QK)
     return Products(
         tiled_mma,
         thr_mma,
@@ -86,30 +93,33 @@ def partition(
         tSrQ=thr_mma.make_fragment_A(thr_mma.partition_A(sQ)),
         tSrK=thr_mma.make_fragment_B(thr_mma.partition_B(sK[None, None, 0])),
         tOrV=thr_mma.make_fragment_B(thr_mma.partition_B(sVt[None, None, 0])),
-        steps_QK=(head_dim + MMA_SHAPE[2] - 1) // MMA_SHAPE[2],
-        holds_Q=holds_Q,
-        together=tile_n if holds_Q else READ_TOGETHER,
+        steps_QK=steps_QK,
+        held_QK=held_QK,
+        together=tile_n if held_QK == steps_QK else READ_TOGETHER,
     )
 
 
 @cute.jit
 def load_queries(p: Products):
-    """Q from shared memory into tSrQ, where ``multiply_QK`` expects it if ``holds_Q``."""
-    for k in cutlass.range_constexpr(p.steps_QK):
+    """What is held of Q from shared memory into tSrQ, where ``multiply_QK`` expects it."""
+    for k in cutlass.range_constexpr(p.held_QK):
         _load_Q(p, k)
 
 
 @cute.jit
-def multiply_QK(p: Products, slot: Int32, acc_S: cute.Tensor, keys: cutlass.Constexpr):
-    """acc_S = Q K^T for the keys [begin, end) = ``keys``, both multiples of 16, of the K tile in ``slot``."""
+def multiply_QK(
+    p: Products, slot: Int32, acc_S: cute.Tensor, keys: cutlass.Constexpr, first_key: Int32 | cutlass.Constexpr = 0
+):
+    """acc_S = Q K^T for the keys [begin, end) = ``keys`` from ``first_key`` on, all multiples of 16, of the K tile in
+    ``slot``."""
     acc_S.fill(0.0)
-    base = p.sK.in_slot(slot)
+    base = p.sK.in_slot(slot, first_key)
     begin, end = keys
     groups = [(first, min(first + p.together, end)) for first in range(begin, end, p.together)]
     accs = [of_keys(acc_S, 2, (first - begin, last - begin)) for first, last in groups]
     operands = [of_keys(p.tSrK, 1, group) for group in groups]
     for k in cutlass.range_constexpr(p.steps_QK):
-        if cutlass.const_expr(not p.holds_Q):
+        if cutlass.const_expr(k >= p.held_QK):
             _load_Q(p, k)
         _load_K(p, base, keys, k)
         for acc, tSrK in zip(accs, operands, strict=True):
@@ -117,13 +127,20 @@ def multiply_QK(p: Products, slot: Int32, acc_S: cute.Tensor, keys: cutlass.Cons
 
 
 @cute.jit
-def multiply_PV(p: Products, slot: Int32, rP: cute.Tensor, acc_O: cute.Tensor, keys: cutlass.Constexpr):
-    """acc_O += P V for the keys [begin, end) = ``keys`` of the V tile in ``slot``.
+def multiply_PV(
+    p: Products,
+    slot: Int32,
+    rP: cute.Tensor,
+    acc_O: cute.Tensor,
+    keys: cutlass.Constexpr,
+    first_key: Int32 | cutlass.Constexpr = 0,
+):
+    """acc_O += P V for the keys [begin, end) = ``keys`` from ``first_key`` on of the V tile in ``slot``.
 
     rP: P of these keys, in registers, in accumulator order.
     """
     tOrP = as_operand_A(rP)
-    base = p.sVt.in_slot(slot)
+    base = p.sVt.in_slot(slot, first_key)
     begin, end = (key // MMA_SHAPE[2] for key in keys)
     for k in cutlass.range_constexpr(begin, end):
         _load_V(p, base, k)

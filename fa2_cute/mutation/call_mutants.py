@@ -160,9 +160,9 @@ def _functions():
     def choosing(field):
         choose = tiling.choose
 
-        def other(*key):
+        def other(*key, few_blocks=False):
             with mock.patch.object(tiling, "choose", choose):  # which lists the others
-                return _respecified(choose(*key), field, key[-1])
+                return _respecified(choose(*key, few_blocks=few_blocks), field, key[-1])
 
         return lambda: mock.patch.object(tiling, "choose", other)
 

@@ -112,7 +112,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent("comparison", _SWITCH, opcode="setp.*.f32", source="*FUSED_LIMIT*"),
     Equivalent("float_constant", _SWITCH, "larger", "setp.*.f32", "*FUSED_LIMIT*"),
     *(
-        Equivalent(kind, _WAYS, opcode=opcode, source="few = *")
+        Equivalent(kind, _WAYS, opcode=opcode, source="return tiles.end - tiles.begin <= *")
         for kind, opcode in (
             ("comparison", "setp.*"),
             ("opposite", "setp.*"),
@@ -153,6 +153,6 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent("integer_constant", _SOME_TILE, "-1", "setp.*", "if *end > loop.tiles.begin:"),
     Equivalent("mma_operand", _STILL_ZERO, "C? and C? swapped", source="cute.gemm(p.tiled_mma, acc_O, *"),
     Equivalent("mma_operand", _STILL_ZERO, "no C", source="cute.gemm(p.tiled_mma, acc_O, *"),
-    Equivalent("copy_wait", _FIRST_STEP, source="cute.arch.cp_async_wait_group(spec.stages - 2)"),
+    Equivalent("copy_wait", _FIRST_STEP, source="cute.arch.cp_async_wait_group(self.spec.stages - 2)"),
     Equivalent("barrier", _FIRST_STEP, "dropped", "bar.sync", "cute.arch.sync_threads()"),
 )

@@ -77,7 +77,7 @@ def test_options_reach_the_problems():
         (2, 64, 96, 8, 2, False),
         (2, 64, 96, 8, 2, True),
     }
-    assert plan.tiles[0].query_in_registers
+    assert plan.tiles[0].query_held == "all"
     assert [(of.batch, of.length, of.kv_heads) for of in plan.decode] == [(3, 512, 2)]
     assert (plan.splits, plan.pages) == ((4,), (8,))
     assert Options(quick=True).prefill() != Options().prefill()

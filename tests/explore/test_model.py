@@ -135,7 +135,7 @@ def test_the_public_record_of_an_rtx_5090():
     an SM) is on record at 94.4% of 209.5 TFLOP/s (batch 4, 8 heads, 4096 x 8192). This project's loop with such a tile,
     two blocks resident as there, must come within 5 points of it."""
     problem = Workload(128, 4096, 8192, batch=4, heads=8, kv_heads=8)
-    point = Point(64, 64, 4, 2, query_in_registers=True)
+    point = Point(64, 64, 4, 2, query_held="all")
     step, masked = records.loops(binding.compiled(point, problem, SM_120))
     resident = {"warps": 4, "blocks": 2, "shared_bytes": 48 * 1024, "stack_bytes": 0}
     steps = [model.step_of(loop, RATES, **resident) for loop in (step, masked)]

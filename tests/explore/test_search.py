@@ -149,7 +149,7 @@ def test_the_command_writes_results_and_report(tmp_path, monkeypatch, capsys, fo
     known = {r.point: r for r in found.records}
     monkeypatch.setattr(searching, "_one", lambda point, *_: known[point])
     arguments = "--arch sm_120a --head-dim 64 --seqlen 256 --heads 4 --kv-heads 2 --jobs 1"
-    arguments += " --vary tile_m=64 --vary tile_n=32 --vary warps=4 --vary stages=2 --vary query_in_registers=no"
+    arguments += " --vary tile_m=64 --vary tile_n=32 --vary warps=4 --vary stages=2 --vary query_held=none"
     with pytest.raises(SystemExit) as caught:
         cli.main(["explore", *arguments.split()])
     out = capsys.readouterr().out

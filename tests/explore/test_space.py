@@ -16,9 +16,7 @@ LONG = Workload(128, 4096, 4096, causal=True)
 
 def test_points_are_all_combinations():
     assert len(space.points()) == len(set(space.points()))
-    some = space.points(
-        {"tile_m": (64,), "tile_n": (32, 64), "warps": (4,), "stages": (2,), "query_in_registers": (False,)}
-    )
+    some = space.points({"tile_m": (64,), "tile_n": (32, 64), "warps": (4,), "stages": (2,), "query_held": ("none",)})
     assert [p.tile_n for p in some] == [32, 64]
 
 
@@ -28,15 +26,18 @@ def test_a_parameter_is_one_field():
 
 
 def test_names_tell_points_apart():
-    points = space.points({"swizzle": (False, True), "query_in_registers": (False, True)})
+    points = space.points({"swizzle": (False, True), "query_held": ("none", "all")})
     assert len({p.name for p in points}) == len(points)
 
 
 def test_vary_is_read_from_text():
     assert space.parse_vary(["tile-n=16, 32", "swizzle=no,yes"]) == {"tile_n": (16, 32), "swizzle": (False, True)}
+    assert space.parse_vary(["query-held=half,all"]) == {"query_held": ("half", "all")}
 
 
-@pytest.mark.parametrize("text", ["tile_k=1", "tile_n", "tile_n=", "tile_n=x", "tile_n=0", "swizzle=maybe", "=3"])
+@pytest.mark.parametrize(
+    "text", ["tile_k=1", "tile_n", "tile_n=", "tile_n=x", "tile_n=0", "swizzle=maybe", "query_held=some", "=3"]
+)
 def test_vary_names_what_it_takes(text):
     with pytest.raises(ValueError, match=r"--vary: .*takes"):
         space.parse_vary([text])

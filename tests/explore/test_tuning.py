@@ -77,6 +77,7 @@ def test_a_call_on_such_a_device_runs_the_tile(file, monkeypatch):
     """The device alone is made up: what chooses is what every call goes through."""
     x, hopper = torch.zeros(1, 4, 1, 128, dtype=torch.bfloat16), arch.by_name("sm_90")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: CARD)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     tuning.apply(TILE, CAUSAL, CARD, "")
 
     def chosen(right, on_card):
