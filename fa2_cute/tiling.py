@@ -21,13 +21,17 @@ class Tile:
     stages: int = 2
     query_held: str = "none"
 
+    @property
+    def rows_a_warp(self) -> int:
+        return self.tile_m // self.warps
+
 
 # By the widest row of Q, K and V.
 #
 # sm_120, sm_121, sm_86, sm_89: 100 KiB of shared memory an SM. Eight warps are resident, two a sub-partition, so that
 # the softmax of one runs under the MMAs of the other: two blocks of 4 where 48 KiB hold a block, else one of 8. Wider
-# rows take fewer keys a step to stay within 99 KiB; at 256, 16 keys are still 2048 cycles of a warp's tensor pipe for
-# one barrier.
+# rows take fewer keys a step to stay within 99 KiB. Q in registers, or half of it where that makes room for twice the
+# keys a step: by the explorer's model 2 to 5% at 192 beyond length 1024, 1% at 256.
 #
 # At 128, 32 rows a warp read K and V half as often as 16, from the L2 and from shared memory, and with half of Q in
 # registers two blocks fit 48 KiB each: run on an H200, 442 TFLOP/s at 8192 where two blocks of 64x32, with all of Q in
@@ -38,8 +42,8 @@ _SMALL_SHARED = {
     64: Tile(128, 64, 4, query_held="all"),
     96: Tile(128, 32, 4),
     128: Tile(128, 32, 4, query_held="half"),
-    192: Tile(128, 32, 8),
-    256: Tile(128, 16, 8),
+    192: Tile(128, 32, 8, query_held="all"),
+    256: Tile(128, 32, 8, query_held="half"),
 }
 # sm_90 (measured: docs/performance.md), and sm_100 by analogy, unmeasured: an m16n8k16 takes 6 cycles, so fragments
 # read from shared memory are the limit with 16 rows a warp; 32 rows halve them, and Q in registers takes another fifth
@@ -65,15 +69,20 @@ MANY_WAVES = 6
 _WITHOUT_LEFT = {Tile(128, 48, 4): Tile(128, 64, 4)}
 
 # What more a row's state, mask addresses and the arithmetic on scores need of the registers does not fit beside 32 rows
-# a warp: the same tiles on twice the warps. Of mask elements 32 columns at head_dim 128, not 64. With half of Q, half
-# as many rows.
+# a warp: the same tiles on twice the warps. Of mask elements 32 columns at head_dim 128, not 64.
 _SMALLER = {
     Tile(128, 64, 4, query_held="all"): Tile(128, 64, 8, query_held="all"),
     Tile(128, 48, 4): Tile(128, 64, 8, query_held="all"),
     Tile(128, 32, 4): Tile(128, 64, 8, query_held="all"),
     Tile(128, 64, 4): Tile(128, 64, 8, query_held="all"),
-    Tile(128, 32, 4, query_held="half"): Tile(64, 32, 4, query_held="all"),
     Tile(128, 64, 8, query_held="all"): Tile(128, 32, 8),
+}
+
+# Where V's ring has no room for half of Q, or registers none for it. In tiles of 32 rows a warp there is none beside a
+# reference that follows the maximum, nor for arithmetic on scores.
+_WITHOUT_HALF = {
+    Tile(128, 32, 4, query_held="half"): Tile(64, 32, 4, query_held="all"),
+    Tile(128, 32, 8, query_held="half"): Tile(128, 16, 8),
 }
 
 _TABLE = {
@@ -97,13 +106,19 @@ def choose(
     table = _TABLE[arch.name]
     width = max(head_dim, value_dim)
     # What is wider than all, ForwardSpec refuses.
-    tile = table[min((widest for widest in table if width <= widest), default=max(table))]
-    least_state = dtype == "bfloat16" and not features.left
-    if least_state:
+    widest = min((widest for widest in table if width <= widest), default=max(table))
+    tile = table[widest]
+    if dtype == "bfloat16" and not features.left:
         tile = _WITHOUT_LEFT.get(tile, tile)
-    halves = least_state and not few_blocks and min(head_dim, value_dim) > 96  # V's ring then has room for half of Q
-    if features.changes_scores or (features.left and features.varlen) or (tile.query_held == "half" and not halves):
+    if features.changes_scores or (features.left and features.varlen):
         tile = _SMALLER.get(tile, tile)
+    if tile.query_held == "half":
+        narrower = max((other for other in table if other < widest), default=0)
+        has_room = min(head_dim, value_dim) > narrower and not features.left
+        if tile.rows_a_warp == 32:
+            has_room = has_room and dtype == "bfloat16" and not features.changes_scores and not few_blocks
+        if not has_room:
+            tile = _WITHOUT_HALF[tile]
     # float16 has no room for a reference that is not followed: 2^16 above it a probability overflows. With a mask, a
     # row may see no key of its first tiles.
     reference = "first" if dtype == "bfloat16" and features.mask is None else "trailing"

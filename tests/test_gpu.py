@@ -27,6 +27,7 @@ from fa2_cute.fuzz.judging import check_tensors, judge
 from fa2_cute.fuzz.layouts import LAYOUTS, far_apart
 from fa2_cute.fuzz.strategies import PLAIN, cases, split_cases
 from fa2_cute.fuzz.values import VALUES
+from fa2_cute.spec import CAUSAL, FULL
 
 pytestmark = pytest.mark.gpu
 
@@ -332,6 +333,25 @@ def test_kernels_of_this_gpu_fit_and_run():
     for spec in tiling.shipped(architecture):
         used = resources.usage(jit.compiled(spec, architecture))
         assert used.blocks_per_sm >= 1
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+@pytest.mark.parametrize("values", ["normal", "late_maximum"])
+def test_the_tiles_of_sm_120_are_right_on_this_gpu(values, head_dim, causal):
+    """Half and all of Q in registers where this GPU's own tile may have none; with a second pass, too."""
+    architecture = arch.by_capability(*torch.cuda.get_device_capability())
+    for spec in tiling.every("bfloat16", head_dim, head_dim, CAUSAL if causal else FULL, arch.TARGET):
+        kernel = jit.compiled(spec, architecture)
+        for query_len, key_len in ((1, 300), (300, 1), (513, 513), (130, 1100)):
+            q, k, v = (normal(2, n, 2, head_dim, seed=n + i) for i, n in enumerate((query_len, key_len, key_len)))
+            if values == "late_maximum":
+                k[:, : key_len // 3] *= 300
+            out, lse, call = forward.prepare(q, k, v, window=(None, 0 if causal else None))
+            out.fill_(math.nan)
+            lse.fill_(math.nan)
+            forward.launch(kernel, call)
+            judge(q, k, v, out, lse, causal=causal, what=f"{spec.title}, {query_len} on {key_len}")
 
 
 def test_a_tuned_tile_is_what_runs(tmp_path, monkeypatch):

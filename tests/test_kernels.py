@@ -4,7 +4,7 @@ import pytest
 
 from fa2_cute import arch, jit, resources, splitting, tiling
 from fa2_cute.explore import sass
-from fa2_cute.spec import FULL, Features
+from fa2_cute.spec import CAUSAL, FULL, Features
 
 SM_120 = arch.by_name("sm_120")
 SHIPPED = tiling.shipped(SM_120)
@@ -15,7 +15,10 @@ OTHERS = [
     tiling.choose("bfloat16", 64, 64, EVERYTHING, SM_120),
     tiling.choose("float16", 64, 64, Features(mask="float32", softcap=True, alibi=True), SM_120),
     tiling.choose("bfloat16", 192, 128, EVERYTHING, SM_120),
+    tiling.choose("bfloat16", 192, 192, FULL, SM_120),
     tiling.choose("bfloat16", 256, 256, FULL, SM_120),
+    tiling.choose("float16", 256, 256, CAUSAL, SM_120),
+    tiling.choose("bfloat16", 256, 256, Features(left=True), SM_120),
     tiling.choose("bfloat16", 128, 128, EVERYTHING, SM_120),
     tiling.choose("float16", 128, 128, Features(mask="float32"), SM_120),
     tiling.choose("float16", 256, 256, EVERYTHING, SM_120),

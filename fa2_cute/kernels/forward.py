@@ -290,11 +290,8 @@ class Forward:
         """All steps over, with the maximum for a reference; or for the first time, if the keys are few."""
         work = self.work_again(inputs, here, work)
         loop = self.mainloop(inputs, shared, here.thread, work, state, acc_O)
-        again = ~self.are_few(loop.tiles)
-        if cutlass.const_expr(not self.spec.query_makes_room):
-            again = Boolean(False)  # Q is still there
-        if again:
-            self.load_queries(inputs, shared, loop)
+        if cutlass.const_expr(self.spec.query_makes_room):
+            self.load_queries_again(inputs, shared, loop)
         self.start(loop)
         if cutlass.const_expr(self.spec.query_makes_room):
             self.steps_in_slices(loop)
@@ -401,6 +398,12 @@ class Forward:
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             negate_own(copy, tidx, shared.sQ[None, None, 0], spec.head_dim)
+
+    @cute.jit
+    def load_queries_again(self, inputs: Inputs, shared: Shared, loop: Mainloop):
+        """``load_queries`` for a second pass: V has taken the place of what was held."""
+        if ~self.are_few(loop.tiles):
+            self.load_queries(inputs, shared, loop)
 
     @cute.jit
     def zero_values(self, loop: Mainloop):
