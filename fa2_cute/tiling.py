@@ -36,7 +36,7 @@ class Tile:
 # At 128, 32 rows a warp read K and V half as often as 16, from the L2 and from shared memory, and with half of Q in
 # registers two blocks fit 48 KiB each: run on an H200, 442 TFLOP/s at 8192 where two blocks of 64x32, with all of Q in
 # registers, have 331. On sm_120, where an m16n8k16 takes 32 cycles, neither traffic is a limit: the explorer's model
-# has the two within 4% of each other for launches of many blocks, where the fewer reads decide. Of few blocks those of
+# has the two within 5% of each other for launches of many blocks, where the fewer reads decide. Of few blocks those of
 # 64 rows fill the device better.
 _SMALL_SHARED = {
     64: Tile(128, 64, 4, query_held="all"),
@@ -61,7 +61,7 @@ _SM_80 = {**_LARGE_SHARED, 256: Tile(128, 32, 8, query_held="all")}
 
 # Of fewer waves of blocks (all that a device holds at a time) the last one, which is not full, is a large part: by the
 # explorer's model of sm_120, blocks of half as many rows are faster by 6 to 8% in a launch of 3 such waves, by at most
-# 4% in one of 6.
+# 5% in one of 6.
 MANY_WAVES = 6
 
 # bfloat16 without a bound on the left: 64 keys a step are 5% faster than 48 at length 512 and as fast at 8192

@@ -356,7 +356,7 @@ def test_the_tiles_of_sm_120_are_right_on_this_gpu(values, head_dim, causal):
 
 def test_a_tuned_tile_is_what_runs(tmp_path, monkeypatch):
     monkeypatch.setenv(forward.TUNING, str(tmp_path / "tuning.json"))
-    tile = {"tile_m": 64, "tile_n": 32, "warps": 4, "stages": 2, "query_held": "all"}
+    tile = {"tile_m": 64, "tile_n": 32, "warps": 4, "stages": 3, "query_held": "all"}
     kind = tuning.ProblemClass("bfloat16", 128, 128, True)
     tuning.apply(tile, kind, torch.cuda.get_device_name(), "a test")
     q, known = normal(2, 333, 4, 128), set(jit._KERNELS)
