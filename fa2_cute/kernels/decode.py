@@ -206,8 +206,8 @@ class Decode:
         if cutlass.const_expr(not spec.logits):
             softmax_scale = cute.arch.fmax(cute.arch.fmax(scale, -scale), Float32(SMALLEST_SCALE))
 
-        # Exactly: the maximum rises ever more rarely, and a largest probability of 1 has no rounding error. Beside FP8's
-        # own errors that counts for nothing, and costs 17% at 16 x 1024 keys.
+        # The maximum itself is followed: it rises ever more rarely, and a largest probability of 1 is not rounded.
+        # Beside FP8's own errors that counts for nothing, and costs 17% at 16 x 1024 keys (docs/decode.md).
         slack = Float32(softmax.RESCALE_SLACK if spec.fp8 else 0.0)
         ring.slot[0] = Int32(0)
         for tile in cutlass.range(first, end, spec.warps_n, unroll=1):

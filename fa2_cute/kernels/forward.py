@@ -21,6 +21,10 @@ is kept short, because what it needs is kept from the registers of the loop that
 loop at once: there the rounding of a row's largest probability, which is exactly 1 only relative to the true maximum,
 would show.
 
+Q's fragments are read from shared memory once, or in every step, or (``query_held="half"``) those of its first columns
+once and the others in every step: the first columns then lie in V's ring until all warps have taken them, and V comes
+only after that. A second pass has to fetch them again, and takes 16 keys at a time, for want of registers.
+
 With ``split`` several blocks share a tile's keys. Each walks over its own as if there were no others, and leaves a part
 (kernels/partial.py) where it would have written the output; a block without keys leaves the word that it saw none.
 """
