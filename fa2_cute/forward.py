@@ -67,11 +67,17 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     options: Options
 
-    def spec(self, architecture: Architecture) -> ForwardSpec:
-        """The specification that ``architecture`` runs this call with: the table's, or what the user has tuned."""
-        problem = self.problem
-        device = self.tensors[0].device
-        spec = tiling.choose_for(problem, architecture, multiprocessors(device))
+    def spec(self, architecture: Architecture, *, few_blocks: bool = False) -> ForwardSpec:
+        """The specification that ``architecture`` runs this call with: the table's, or what the user has tuned.
+
+        few_blocks: the table's for such calls, whatever their number.
+        """
+        problem, device = self.problem, self.tensors[0].device
+        kind = (problem.dtype, problem.head_dim, problem.value_dim, problem.features, architecture)
+        if few_blocks:
+            spec = tiling.choose(*kind, few_blocks=True)
+        else:
+            spec = tiling.choose_for(problem, architecture, multiprocessors(device))
         if device.type == "cuda" and TUNING in os.environ and problem.features in (FULL, CAUSAL):
             from .explore import tuning
 

@@ -123,7 +123,7 @@ def split_forward(problem: Problem, options: Options, inputs: tuple[torch.Tensor
     # The combination adds the sink.
     call = Call(problem, (*inputs, partial_out, partial_state), replace(options, learnable_sink=None))
     architecture = forward.architecture_of(q.device)
-    whole = call.spec(architecture)
+    whole = call.spec(architecture, few_blocks=True)
     spec = splitting.split_spec(whole)
     combine = splitting.combining(whole, splits, architecture.capability >= FIRST_OVERLAP)
     grid = spec.grid(problem.batch, problem.heads, problem.query_len, splits)

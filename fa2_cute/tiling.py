@@ -60,8 +60,8 @@ _LARGE_SHARED = {
 _SM_80 = {**_LARGE_SHARED, 256: Tile(128, 32, 8, query_held="all")}
 
 # Of fewer waves of blocks (all that a device holds at a time) the last one, which is not full, is a large part: by the
-# explorer's model of sm_120, blocks of half as many rows are faster by 6 to 8% in a launch of 3 such waves, by at most
-# 5% in one of 6.
+# explorer's model of sm_120, blocks of half as many rows are faster by 7 to 8% in a launch of 3 such waves, by at most
+# 5% in one of 6. Calls in splits always have few blocks.
 MANY_WAVES = 6
 
 # bfloat16 without a bound on the left: 64 keys a step are 5% faster than 48 at length 512 and as fast at 8192
@@ -100,7 +100,7 @@ _COMMON_HEAD_DIMS = (64, 128)
 
 @functools.cache
 def choose(
-    dtype: str, head_dim: int, value_dim: int, features: Features, arch: Architecture, few_blocks: bool = False
+    dtype: str, head_dim: int, value_dim: int, features: Features, arch: Architecture, *, few_blocks: bool = False
 ) -> ForwardSpec:
     """The specification for such calls on ``arch``; few_blocks: of fewer blocks than fill it MANY_WAVES times."""
     table = _TABLE[arch.name]

@@ -47,8 +47,13 @@ def test_resources_on_sm_120(spec):
     assert used.warps_per_sm >= LEAST_RESIDENT_WARPS
 
 
-# Launches of blocks enough for a tile with half of Q are never split.
-IN_SPLITS = [splitting.split_spec(spec) for spec in SHIPPED if not spec.query_makes_room]
+# As calls in splits choose them.
+IN_SPLITS = [
+    splitting.split_spec(tiling.choose(dtype, head_dim, head_dim, features, SM_120, few_blocks=True))
+    for dtype in ("float16", "bfloat16")
+    for head_dim in (64, 128, 256)
+    for features in (FULL, CAUSAL)
+]
 
 
 @pytest.mark.parametrize("spec", IN_SPLITS, ids=name)

@@ -27,6 +27,9 @@ SPECS = [
     ForwardSpec("bfloat16", 128, 128, FULL, 128, 32, 4, 2, "first", query_held="half"),
     ForwardSpec("bfloat16", 104, 120, CAUSAL, 64, 32, 4, 3, "first", query_held="half"),
     ForwardSpec("float16", 128, 112, CAUSAL, 32, 16, 2, 2, query_held="half"),
+    ForwardSpec("bfloat16", 128, 192, FULL, 64, 16, 4, 3, "first", query_held="half"),
+    ForwardSpec("bfloat16", 256, 128, CAUSAL, 64, 48, 4, 2, "first", query_held="half", swizzle=False),
+    *(tiling.choose("bfloat16", 128, 128, features, arch.TARGET, few_blocks=True) for features in (FULL, CAUSAL)),
 ]
 
 
@@ -74,6 +77,27 @@ def test_what_cannot_be_compiled_is_refused_by_name(field, value):
     fields |= {"tile_m": 128, "tile_n": 64, "warps": 4, "stages": 2}
     with pytest.raises(ValueError, match=rf"^{'tile_m' if field == 'warps' and value > 0 else field}: got "):
         ForwardSpec(**{**fields, field: value})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_half_of_q_is_there_for_a_second_pass(causal):
+    """Of a late far maximum, and of Q that a negative scale negates in shared memory."""
+    spec = tiling.choose("bfloat16", 128, 128, CAUSAL if causal else FULL, arch.TARGET)
+    assert spec.query_makes_room
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, n, 1, 128, generator=generator).to(torch.bfloat16) for n in (130, 400, 400))
+    k[:, :100] *= 300
+    out, lse, call = forward.prepare(q, k, v, window=(None, 0 if causal else None), softmax_scale=-0.2)
+    out.fill_(math.nan)
+    lse.fill_(math.nan)
+    emulation.run(jit.compiled(spec, arch.TARGET), call.grid(spec), call.values())
+    judge(q, k, v, out, lse, softmax_scale=-0.2, causal=causal, what=spec.title)
+
+
+def test_half_of_q_needs_rows_of_whole_blocks():
+    for head_dim in (64, 96, 192):
+        with pytest.raises(ValueError, match=rf"^query_held: got 'half' with rows of {head_dim} .*multiples of 128"):
+            ForwardSpec("bfloat16", head_dim, 256, FULL, 64, 32, 4, 2, query_held="half")
 
 
 def test_half_of_q_needs_room_in_the_ring_of_v():
@@ -129,6 +153,10 @@ def test_few_blocks_take_smaller_tiles(batch, query_len, heads, sms, features):
         assert chosen.tile_m < large.tile_m
     if waves >= 4 * tiling.MANY_WAVES:
         assert chosen == large
+    # 2 blocks on each of 170 SMs, 6 times: 2040 blocks.
+    for rows, tile_m in ((254 * 128, 64), (254 * 128 + 1, 128)):
+        edge = Problem("bfloat16", 1, rows, rows, 8, 8, 128, 128, FULL)
+        assert tiling.choose_for(edge, arch.TARGET, 170).tile_m == tile_m
     sm_90 = arch.by_name("sm_90")
     assert tiling.choose_for(problem, sm_90, sms) == tiling.choose_for(problem, sm_90, 0)
 

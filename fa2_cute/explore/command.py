@@ -244,5 +244,5 @@ def parse_tile(text: str) -> space.Point:
     """ "128x64x8x2" or "128x64x8x2-q": tile_m, tile_n, warps, stages; with -q Q in registers, with -h half of it."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:-([qh]))?", text)
     if match is None:
-        raise ValueError(f"--tile: got {text!r}, takes TILE_MxTILE_NxWARPSxSTAGES such as 128x64x8x2 or 128x64x8x2-q")
+        raise ValueError(f"--tile: got {text!r}, takes TILE_MxTILE_NxWARPSxSTAGES such as 128x64x8x2, with -q or -h")
     return space.Point(*map(int, match.groups()[:4]), query_held={None: "none", "h": "half", "q": "all"}[match[5]])

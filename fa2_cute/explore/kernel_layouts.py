@@ -101,7 +101,8 @@ class KernelLayouts:
     def wavefronts(self, opcode: str, steps: int) -> tuple[int, int]:
         """(wavefronts, wavefronts without conflicts) of all ``opcode`` in a block of ``steps`` key tiles.
 
-        ldmatrix reads Q again in every step, but for the columns that stay in registers; cp.async writes it once.
+        ldmatrix reads Q again in every step, but for the columns that stay in registers; cp.async writes it once. (With
+        half of Q a pass that follows the maximum reads the others once for 16 keys.)
         """
         total = ideal = 0
         for access in self.accesses:

@@ -149,7 +149,7 @@ def key_tiles(point: Point, workload: Workload, m_tile: int, first_reference: bo
         wanted = 1 if workload.causal else max(REFERENCED_KEYS - end * point.tile_n // FEWER_REFERENCED, 1)
         all_see = max(all_see - wanted, 0)
     unmasked = min(all_see // point.tile_n, end)
-    if first_reference and point.query_held == "all":
+    if first_reference and point.query_held == "all":  # ForwardSpec.begins_with_two_tiles
         unmasked = min(unmasked, max(end - 2, 0))
     return unmasked, end - unmasked
 

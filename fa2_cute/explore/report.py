@@ -116,9 +116,9 @@ def _table(found: Found, good: list[Record]) -> str:
         classes.append(("best " if i == 0 else "") + ("shipped" if r.point == found.shipped else ""))
     return (
         _rows(headings, rows, classes)
-        + "<p>Bold: the best. Yellow: what a call runs today. -q: Q in registers. Registers and stack (spills) by "
-        "cuobjdump; conflicts and bytes by the emulator, of one block and three steps; the last columns are SASS "
-        "instructions of one warp and step by pipe.</p>"
+        + "<p>Bold: the best. Yellow: what this call runs today. -q: Q in registers, -h: half of it. Registers and "
+        "stack (spills) by cuobjdump; conflicts and bytes by the emulator, of one block and three steps; the last "
+        "columns are SASS instructions of one warp and step by pipe.</p>"
     )
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..spec import QUERY_HELD
+
 if TYPE_CHECKING:
     from .space import Point
 
@@ -83,6 +85,10 @@ def apply(tile: dict[str, int | str], problem: ProblemClass, device: str, note: 
     return path
 
 
+def _is_a_value(name: str, x) -> bool:
+    return x in QUERY_HELD if name == "query_held" else isinstance(x, int)
+
+
 @functools.lru_cache(maxsize=4)
 def _read(path: str, changed: int, size: int) -> dict:
     return _load(Path(path))["devices"]
@@ -95,7 +101,7 @@ def _load(path: Path) -> dict:
             raise KeyError("format")
         for classes in data["devices"].values():
             for tile in classes.values():
-                if not set(tile) <= set(TILE_FIELDS) or not all(isinstance(x, (int, str)) for x in tile.values()):
+                if not set(tile) <= set(TILE_FIELDS) or not all(_is_a_value(name, x) for name, x in tile.items()):
                     raise TypeError
         data["notes"].items()
     except (ValueError, KeyError, TypeError, AttributeError):

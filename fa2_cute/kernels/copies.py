@@ -138,8 +138,8 @@ def ring_lines(copy: layouts.RowCopy, tidx: Int32, rows: Rows, sX: cute.Tensor) 
     return Lines(lines.at(first_row), lines.row_bytes)
 
 
-def make_ring(copy: layouts.RowCopy, tidx: Int32, rows: Rows, sX: cute.Tensor, keeps_lines: bool = True) -> Ring:
-    """The ring of ``rows`` in sX (tile_n, width, stages)."""
+def make_ring(copy: layouts.RowCopy, tidx: Int32, rows: Rows, sX: cute.Tensor, keeps_lines: bool) -> Ring:
+    """The ring of ``rows`` in sX (tile_n, width, stages). keeps_lines: ``Ring.lines`` are not made anew."""
     lines = ring_lines(copy, tidx, rows, sX) if keeps_lines else None
     return Ring(copy, tidx, rows, sX, lines)
 

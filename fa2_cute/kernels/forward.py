@@ -590,9 +590,6 @@ class Forward:
         cute.arch.cp_async_commit_group()
         load_tile(loop.ring_K, last - 1, Int32(1))
         cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(self.spec.query_makes_room):
-            cute.arch.cp_async_wait_group(1)
-            self.make_room(loop)
         load_last_tile(loop.ring_V, last, Int32(0), zero_past_end=True)
         load_tile(loop.ring_V, last - 1, Int32(1))
         cute.arch.cp_async_commit_group()
@@ -605,7 +602,7 @@ class Forward:
         for t in cutlass.range_constexpr(2):
             cute.arch.cp_async_wait_group(stages - t)
             cute.arch.sync_threads()
-            if cutlass.const_expr(t == 0 and self.spec.query_held == "all" and not self.overlaps_first_steps):
+            if cutlass.const_expr(t == 0 and not self.overlaps_first_steps):
                 products.load_queries(loop.operands)
             self.first_scores(loop, last - t, t, of_tile[t])
         cute.arch.cp_async_wait_group(stages - 2)
@@ -621,7 +618,7 @@ class Forward:
                 if next_tile >= loop.tiles.begin:
                     load_tile(loop.ring_V, next_tile, Int32(0))
                 cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(self.overlaps_first_steps and not self.spec.query_makes_room):
+        if cutlass.const_expr(self.overlaps_first_steps):
             # Only now, so that the registers were free; Q is in shared memory until ``finish``.
             products.load_queries(loop.operands)
         # Opaque: LLVM would make the loop behind this for a known slot first, and shuffle registers in it.
@@ -643,10 +640,7 @@ class Forward:
         keys = cutlass.const_expr((0, self.spec.tile_n))
         if cutlass.const_expr(self.overlaps_first_steps):
             # In the order of MMAs of the steps behind: another one, and ptxas makes a slower loop of those (measured).
-            operands = loop.operands
-            if cutlass.const_expr(not self.spec.query_makes_room):
-                operands = replace(operands, held_QK=0)
-            products.multiply_QK(operands, Int32(slot), acc_S, keys)
+            products.multiply_QK(replace(loop.operands, held_QK=0), Int32(slot), acc_S, keys)
         elif self.sees_any(loop, n_tile):
             cute.arch.sync_warp()  # keeps this a branch
             products.multiply_QK(loop.operands, Int32(slot), acc_S, keys)
@@ -780,11 +774,11 @@ class Forward:
         spec = cutlass.const_expr(self.spec)
         acc_S = self.allocate_scores(spec.tile_n)
         keys = cutlass.const_expr((0, spec.tile_n))
-        at_an_edge = cutlass.const_expr(
-            masked != "none" and (spec.features.left or spec.features.right or spec.query_makes_room)
-        )
-        # Not at the left edge of a pass that keeps its references: beside the plain loop that costs spills.
-        if cutlass.const_expr(not at_an_edge or slack is None):
+        bounded = cutlass.const_expr(spec.features.left or spec.features.right)
+        # With half of Q the branch that asks saves spills without bounds, too. Not at the left edge of a pass that
+        # keeps its references: beside the plain loop it costs some.
+        asks = cutlass.const_expr(masked != "none" and slack is not None and (bounded or spec.query_makes_room))
+        if cutlass.const_expr(not asks):
             products.multiply_QK(loop.operands, slot, acc_S, keys)
             self.load_next(loop, n_tile, slot)
             self.weigh_values(loop, n_tile, slot, acc_S, masked, slack)

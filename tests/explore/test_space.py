@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fa2_cute import arch
 from fa2_cute.explore import binding, prune, space
 from fa2_cute.explore.space import PARAMETERS, Point, Workload
+from fa2_cute.spec import QUERY_HELD
 
 SM_120, SM_90 = arch.by_name("sm_120"), arch.by_name("sm_90")
 LONG = Workload(128, 4096, 4096, causal=True)
@@ -26,7 +27,7 @@ def test_a_parameter_is_one_field():
 
 
 def test_names_tell_points_apart():
-    points = space.points({"swizzle": (False, True), "query_held": ("none", "all")})
+    points = space.points({"swizzle": (False, True), "query_held": QUERY_HELD})
     assert len({p.name for p in points}) == len(points)
 
 
