@@ -8,6 +8,7 @@ from .arch import Architecture
 from .spec import CAUSAL, DTYPES, FULL, Features, ForwardSpec, packed_tiles
 
 if TYPE_CHECKING:
+    from .explore.space import Workload
     from .problem import Problem
 
 
@@ -125,7 +126,7 @@ def choose(
     return ForwardSpec(dtype, head_dim, value_dim, features, reference=reference, **asdict(tile))
 
 
-def choose_for(problem: "Problem", arch: Architecture, sms: int) -> ForwardSpec:
+def choose_for(problem: "Problem | Workload", arch: Architecture, sms: int) -> ForwardSpec:
     """The specification for ``problem`` on a device of ``sms`` multiprocessors; 0: there are none to be filled."""
     kind = (problem.dtype, problem.head_dim, problem.value_dim, problem.features, arch)
     spec = choose(*kind)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from .. import arch as architectures
 from .. import jit, store, tiling
 from ..arch import Architecture
-from ..problem import Problem
-from ..spec import CAUSAL, FULL, MAX_HEAD_DIM, VECTOR_ELEMENTS, ForwardSpec
+from ..spec import MAX_HEAD_DIM, VECTOR_ELEMENTS, ForwardSpec
 from . import rates
 from .space import PARAMETERS, Point, Workload
 
@@ -24,14 +23,7 @@ def shipped(workload: Workload, arch: Architecture) -> ForwardSpec:
     """What a call of this kind runs today. ValueError where the kernel does not take the head_dim."""
     if workload.head_dim % VECTOR_ELEMENTS or workload.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim: got {workload.head_dim}, takes multiples of 8 from 8 to {MAX_HEAD_DIM}")
-    return tiling.choose_for(_problem(workload), arch, rates.of(arch).sms)
-
-
-def _problem(of: Workload) -> Problem:
-    features = CAUSAL if of.causal else FULL
-    return Problem(
-        of.dtype, of.batch, of.query_len, of.key_len, of.heads, of.kv_heads, of.head_dim, of.head_dim, features
-    )
+    return tiling.choose_for(workload, arch, rates.of(arch).sms)
 
 
 def shipped_point(workload: Workload, arch: Architecture) -> Point:
@@ -85,8 +77,7 @@ def values(workload: Workload, q, k, v, out, lse) -> tuple:
         "window_right": 0,
     }
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    features = CAUSAL if workload.causal else FULL
-    spec = ForwardSpec(workload.dtype, workload.head_dim, workload.head_dim, features, 64, 64, 4, 2)
+    spec = ForwardSpec(workload.dtype, workload.head_dim, workload.head_dim, workload.features, 64, 64, 4, 2)
     return tuple(None if p is None else {**tensors, **scalars}[p.name] for p in spec.parameters())
 
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..spec import QUERY_HELD
+from ..spec import CAUSAL, FULL, QUERY_HELD, Features
 
 KIB = 1024
 
@@ -97,6 +97,14 @@ class Workload:
             f"head_dim {self.head_dim}, {self.query_len} x {self.key_len}, {mask}, batch {self.batch}, {heads}, "
             f"{self.dtype}"
         )
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def features(self) -> Features:
+        return CAUSAL if self.causal else FULL
 
     @property
     def visible_pairs(self) -> int:
