@@ -32,6 +32,10 @@ class Architecture:
         digits = self.name.removeprefix("sm_")
         return int(digits[:-1]), int(digits[-1])
 
+    def blocks_held(self, shared_bytes: int) -> int:
+        """How many blocks of ``shared_bytes`` each the shared memory of a multiprocessor holds."""
+        return self.shared_sm_bytes // (shared_bytes + self.shared_reserved_bytes)
+
 
 _KNOWN = (
     Architecture("sm_80", "sm_80", 163 * KIB, 164 * KIB, 2048),

@@ -188,9 +188,7 @@ class Heads:
 @functools.cache
 def sms(device: torch.device) -> int:
     """Multiprocessors of a device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return EMULATED_SMS
+    return forward.multiprocessors(device) or EMULATED_SMS
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

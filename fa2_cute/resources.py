@@ -63,7 +63,7 @@ def resident_blocks(arch: Architecture, registers: int, threads: int, shared_byt
     return min(
         arch.threads // threads,
         arch.registers // (warp_registers * warps),
-        arch.shared_sm_bytes // (shared_bytes + arch.shared_reserved_bytes),
+        arch.blocks_held(shared_bytes),
     )
 
 

@@ -160,7 +160,7 @@ class _Block:
 
 @functools.lru_cache(maxsize=64)
 def _block_of(spec: ForwardSpec | DecodeSpec, arch: Architecture) -> _Block:
-    by_shared = arch.shared_sm_bytes // (spec.shared_bytes + arch.shared_reserved_bytes)
+    by_shared = arch.blocks_held(spec.shared_bytes)
     held = max(1, min(by_shared, arch.registers // (REGISTERS * spec.threads), arch.threads // spec.threads))
     if isinstance(spec, ForwardSpec):
         return _Block(spec.tile_m, held, 1.0, LONE_SPEED, BLOCK_KEYS)

@@ -133,8 +133,8 @@ def choose_for(problem: "Problem | Workload", arch: Architecture, sms: int) -> F
     tiles = problem.batch * -(-problem.query_len // spec.tile_m)
     if problem.features.varlen:
         tiles = packed_tiles(problem.batch, problem.query_len, spec.tile_m)
-    held = arch.shared_sm_bytes // (spec.shared_bytes + arch.shared_reserved_bytes)
-    return choose(*kind, few_blocks=tiles * problem.heads < MANY_WAVES * held * sms)
+    wave = arch.blocks_held(spec.shared_bytes) * sms
+    return choose(*kind, few_blocks=tiles * problem.heads < MANY_WAVES * wave)
 
 
 def every(dtype: str, head_dim: int, value_dim: int, features: Features, arch: Architecture) -> list[ForwardSpec]:

@@ -153,12 +153,15 @@ def test_few_blocks_take_smaller_tiles(batch, query_len, heads, sms, features):
         assert chosen.tile_m < large.tile_m
     if waves >= 4 * tiling.MANY_WAVES:
         assert chosen == large
-    # 2 blocks on each of 170 SMs, 6 times: 2040 blocks.
-    for rows, tile_m in ((254 * 128, 64), (254 * 128 + 1, 128)):
-        edge = Problem("bfloat16", 1, rows, rows, 8, 8, 128, 128, FULL)
-        assert tiling.choose_for(edge, arch.TARGET, 170).tile_m == tile_m
     sm_90 = arch.by_name("sm_90")
     assert tiling.choose_for(problem, sm_90, sms) == tiling.choose_for(problem, sm_90, 0)
+
+
+@pytest.mark.parametrize(("rows", "tile_m"), [(254 * 128, 64), (254 * 128 + 1, 128)])
+def test_few_blocks_are_less_than_six_waves(rows, tile_m):
+    """Two blocks on each of 170 multiprocessors, six times: 2040 blocks."""
+    problem = Problem("bfloat16", 1, rows, rows, 8, 8, 128, 128, FULL)
+    assert tiling.choose_for(problem, arch.TARGET, 170).tile_m == tile_m
 
 
 def test_threads_that_copy_pieces_of_swizzled_blocks_are_refused():

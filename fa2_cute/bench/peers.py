@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import arch, attention, forward, jit, tiling
 from ..arch import Architecture
+from ..explore import tuning
 from ..explore.space import Point
 from . import cutlass_example
 from .machine import package_version
@@ -94,10 +95,9 @@ def _sm_120_spec(prepared: forward.Call, architecture: Architecture):
 
 def tile_contestant(tile: Point) -> Contestant:
     """Our kernel with a tile that its table would not choose."""
-    fields = ("tile_m", "tile_n", "warps", "stages", "query_held", "swizzle")
 
     def choose(prepared: forward.Call, architecture: Architecture):
-        return replace(prepared.spec(architecture), **{name: getattr(tile, name) for name in fields})
+        return replace(prepared.spec(architecture), **tuning.tile_of(tile))
 
     return Contestant(tile.name, with_spec_of(choose))
 

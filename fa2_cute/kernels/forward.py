@@ -378,8 +378,7 @@ class Forward:
 
     @property
     def keeps_lines(self) -> bool:
-        """Whether the addresses that the rings' copies start from are kept in registers: not where half of Q is, and
-        what a mask needs besides."""
+        """Whether the addresses that the rings' copies start from are kept in registers: not beside half of Q."""
         return not self.spec.query_makes_room
 
     def row_copy(self, width: int) -> layouts.RowCopy:
